@@ -1,0 +1,117 @@
+"""Every exception and warning type of eformer, and the long messages that go with them."""
+
+from __future__ import annotations
+
+
+class MaterializationWarning(UserWarning):
+    """An implicit array was turned into a dense one because nothing cheaper was registered."""
+
+
+class HandlerResultWarning(UserWarning):
+    """A handler returned a scalar where an array was expected."""
+
+
+class UninitializedAval(Exception):
+    """`shape` or `dtype` was read before it could be known."""
+
+
+class InvalidImplicitArrayError(TypeError):
+    """A class derived from `ImplicitArray`, or an instance of one, breaks the rules of the base class."""
+
+
+class AvalMismatchError(ValueError):
+    """A declared shape or dtype disagrees with what the children or `materialize` say."""
+
+
+class SlicedBelowCoreError(ValueError):
+    """An implicit array lost leading axes it cannot do without."""
+
+
+class MaterializationError(RuntimeError):
+    """Materializing failed, or was refused by the policy in force."""
+
+
+class HandlerResultError(TypeError):
+    """A handler returned something that cannot be the result of its primitive."""
+
+
+class HandlerSignatureError(TypeError):
+    """A handler cannot be registered or called because of its signature."""
+
+
+class UnknownPrimitiveError(ValueError):
+    """`register` was given a name no JAX primitive has."""
+
+
+class QuantizedGradientError(TypeError):
+    """A gradient with respect to the stored codes or scales of a quantized array was asked for."""
+
+
+NOT_A_DATACLASS = """\
+{name} derives from ImplicitArray but is not a dataclass of its own, so its fields are unknown.
+Decorate it:
+
+    @dataclasses.dataclass
+    class {name}(ImplicitArray): ..."""
+
+NO_MATERIALIZE = """\
+{name} does not implement materialize(), the method that computes the dense array it stands for.
+Add one:
+
+    def materialize(self):
+        return ...  # a jax.Array"""
+
+BAD_CHILD = """\
+field {field!r} of {name} holds {value!r} of type {kind}, which is not an array.
+Children must be arrays (or pytrees of arrays). Static data belongs in auxiliary fields:
+
+    {field}: ... = aux_field()"""
+
+UNHASHABLE_AUX = """\
+auxiliary field {field!r} of {name} holds an unhashable {kind}: {value!r}.
+Auxiliary data becomes part of compilation keys and must be hashable; store a tuple, a string or a number."""
+
+NEEDS_SHAPE = """\
+{name}.materialize() reads self.{what}, which cannot be derived from the children without calling materialize().
+Pass {what}= when constructing it, or override compute_{what}() to derive it from the children."""
+
+BELOW_CORE = """\
+{name} was sliced below its core rank: its children have ranks {now}, and it was built with ranks {built}{core}.
+This happens when vmap, scan or indexing maps over an axis that is not a leading batch axis of every child.
+Materialize it first, or declare on the class how many trailing axes belong together:
+
+    core_ndim: ClassVar[int] = 2  # axes in front of the last two are batch axes of every child"""
+
+UNEVEN_BATCH = """\
+the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its shape is ambiguous.
+Map over all children together, or declare `core_ndim` on the class."""
+
+DECLARED_MISMATCH = """\
+{name} was declared with {what}={declared}, but {source} gives {found}.
+Leave {what}= out (it follows the children), or correct it."""
+
+REFUSED = """\
+Refusing to materialize {array} ({dense_bytes:,} bytes dense) for {primitive} at {where}: the policy is "error".
+Register a handler for {primitive!r} on {type}, call materialize() explicitly, or relax the policy with
+materialization_policy("warn")."""
+
+WARNED = """\
+materializing {array} ({dense_bytes:,} bytes dense) for {primitive}: no handler keeps it implicit. Register one, call
+materialize() explicitly, or silence this with materialization_policy("allow") or warn_on_materialize=False."""
+
+WRONG_RESULT = """\
+handler {handler} for {primitive} returned {found}, expected {expected}.
+The operands were ({operands})."""
+
+UNKNOWN_PRIMITIVE = """\
+no JAX primitive is called {name!r}.{hint}
+Pass the primitive object itself if it is your own."""
+
+UNACCEPTED_PARAMS = """\
+handler {handler} for {primitive} does not accept the parameter{s} {params}.
+Add `**params` to its signature (and honour or forward them)."""
+
+AMBIGUOUS = """\
+{primitive}({types}) matches several handlers and none is more specific:
+{candidates}
+Register one for exactly these types, or give one of them a higher precedence=."""

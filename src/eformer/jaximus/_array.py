@@ -1,0 +1,285 @@
+"""`ImplicitArray`: the base class of every array that stands for a dense one without storing it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .. import _errors as errors
+from .. import _jax_compat as compat
+from . import _aval, _fallback
+from ._box import box
+from ._fields import aux_field, layout
+from ._operators import ArrayOperators
+
+_CACHES = ("_known", "_aval", "_aux")
+_NEVER_CHILDREN = (str, bytes, type, np.dtype)
+
+
+class OrginArray(abc.ABC):  # noqa: B024 - a registry of types, spelled as documented
+    """Types that count as ordinary arrays when annotating handlers; `jax.Array` is registered."""
+
+
+OrginArray.register(jax.Array)
+
+
+class _Derived:
+    """`shape` or `dtype`: what the instance was told, or what its children say."""
+
+    def __init__(self, read: Callable[[Any], Any]):
+        self.read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.slot = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self.read(instance)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self.slot] = value
+
+
+class _JaxArrayProtocol:
+    """`__jax_array__`, shown to jnp functions and hidden from the operators of jax.Array.
+
+    Those operators would convert us before our own reflected operator gets a chance, and dispatch would be lost.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None or compat.read_by_array_operator():
+            return None
+        if compat.read_by_array_constructor():
+            return functools.partial(_fallback.materialize_on_request, instance)
+        return functools.partial(box, instance)
+
+
+@dataclasses.dataclass
+class _ArrayBase:
+    shape: Sequence[int] | None = aux_field(kw_only=True, default=None)
+    dtype: Any = aux_field(kw_only=True, default=None)
+
+
+class ImplicitArray(ArrayOperators, _ArrayBase):
+    """A value that behaves like a `jax.Array` and is stored as something else.
+
+    Subclasses are dataclasses. Fields are children (arrays, or pytrees of arrays, implicit ones included) unless made
+    with `aux_field`. `materialize()` computes the dense array; handlers registered with `register` spare that work.
+
+    Class keywords: `commute_ops` lets a handler for `(Q, dense)` serve `(dense, Q)` for commutative primitives,
+    `warn_on_materialize=False` silences the warning, `frozen` refuses assignment after construction.
+
+    Class attribute `core_ndim`: the trailing logical axes that belong together. Axes in front of them are batch axes:
+    leading axis i of the array is leading axis i of every child. Declaring it lets vmap, scan and indexing slice them.
+
+    >>> import jax.numpy as jnp
+    >>> @dataclasses.dataclass
+    ... class Scaled(ImplicitArray):
+    ...     codes: jax.Array
+    ...     scale: jax.Array
+    ...     def materialize(self):
+    ...         return self.codes * self.scale
+    >>> Scaled(jnp.arange(6, dtype="int8").reshape(2, 3), jnp.float32(0.5))
+    Scaled(float32[2,3], 10 bytes)
+    """
+
+    commute_ops: ClassVar[bool] = True
+    warn_on_materialize: ClassVar[bool] = True
+    default_shape: ClassVar[Sequence[int] | None] = None
+    default_dtype: ClassVar[Any] = None
+    core_ndim: ClassVar[int | None] = None
+    weak_type: ClassVar[bool] = False
+    _frozen: ClassVar[bool] = False
+    __array_priority__: ClassVar[int] = 2000
+
+    shape = _Derived(_aval.shape_of)
+    dtype = _Derived(_aval.dtype_of)
+    __jax_array__ = _JaxArrayProtocol()
+
+    def __init_subclass__(
+        cls,
+        *,
+        commute_ops: bool | None = None,
+        warn_on_materialize: bool | None = None,
+        frozen: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        chosen = {"commute_ops": commute_ops, "warn_on_materialize": warn_on_materialize, "_frozen": frozen}
+        for name, value in chosen.items():
+            if value is not None:
+                setattr(cls, name, value)
+        for name in ("__eq__", "__repr__"):  # `@dataclass` would put field-wise versions here
+            if name not in cls.__dict__:
+                setattr(cls, name, getattr(cls, name))
+        cls.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue]
+        if "materialize" in cls.__dict__:
+            cls.materialize = _fallback.instrumented(cls.__dict__["materialize"])
+        fast = _flatten if cls.tree_flatten_with_keys is ImplicitArray.tree_flatten_with_keys else None
+        jtu.register_pytree_with_keys(cls, lambda q: q.tree_flatten_with_keys(), cls.tree_unflatten, fast)
+        compat.register_value_type(cls, _aval.aval_of, box)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is ImplicitArray or cls.materialize is ImplicitArray.materialize:
+            raise errors.InvalidImplicitArrayError(errors.NO_MATERIALIZE.format(name=cls.__name__))
+        layout(cls)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in layout(type(self)).children:
+            value = getattr(self, name)
+            if isinstance(value, _NEVER_CHILDREN) or (callable(value) and not hasattr(value, "shape")):
+                message = errors.BAD_CHILD.format(
+                    field=name, name=type(self).__name__, value=value, kind=type(value).__name__
+                )
+                raise errors.InvalidImplicitArrayError(message)
+        _aval.settle(self)
+        self.__dict__["_sealed"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        state = self.__dict__
+        if self._frozen and "_sealed" in state:
+            raise dataclasses.FrozenInstanceError(
+                f"cannot assign {name!r}: {type(self).__name__} is immutable; use dataclasses.replace(x, {name}=...)"
+            )
+        for cache in _CACHES:
+            state.pop(cache, None)
+        state.pop("_settled", None)
+        if name == "shape":
+            state["_shape"] = None if value is None else tuple(int(n) for n in value)
+        elif name == "dtype":
+            state["_dtype"] = None if value is None else _canonical_dtype(value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = (*_CACHES, "__dataclass_fields__")
+        return {k: v for k, v in self.__dict__.items() if k not in dropped}
+
+    # -- what subclasses provide ---------------------------------------------------------------------------------------
+
+    def materialize(self) -> Any:
+        """The dense array this one stands for. Subclasses must implement it."""
+        raise errors.InvalidImplicitArrayError(errors.NO_MATERIALIZE.format(name=type(self).__name__))
+
+    def compute_shape(self) -> Sequence[int] | None:
+        """The logical shape, from the children alone; None lets it be derived from `materialize`."""
+        return self.default_shape
+
+    def compute_dtype(self) -> Any:
+        """The logical dtype, from the children alone; None lets it be derived from `materialize`."""
+        return self.default_dtype
+
+    def child_specs(self, spec: Any) -> Any:
+        """Map a PartitionSpec of the logical array to one per child (a pytree like self), or None if that cannot be."""
+        del spec
+        return None
+
+    @classmethod
+    def default_handler(cls, primitive: Any, *args: Any, params: dict[str, Any] | None = None) -> Any:
+        """What happens to a primitive nobody registered a handler for: materialize, then bind."""
+        return _fallback.materialize_handler(primitive, *args, params=params or {})
+
+    # -- the pytree ----------------------------------------------------------------------------------------------------
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+        """Children with their keys, and the static data."""
+        return _flatten_with_keys(self)
+
+    @classmethod
+    def tree_unflatten(cls, aux_data: Any, children: Sequence[Any]) -> Any:
+        """Rebuild from static data and children, without running `__init__` (children may be placeholders)."""
+        fields = layout(cls)
+        self = object.__new__(cls)
+        state = self.__dict__
+        state.update(zip(fields.children, children, strict=True))
+        aux, state["_shape"], state["_dtype"], state["_ranks"] = aux_data
+        state.update(zip(fields.aux, aux, strict=True))
+        state["_aux"] = aux_data
+        state["_settled"] = state["_sealed"] = True
+        return self
+
+    # -- the array protocol --------------------------------------------------------------------------------------------
+
+    @property
+    def aval(self) -> Any:
+        """The abstract value: shape, dtype and, inside shard_map, the axes it varies over."""
+        return _aval.aval_of(self)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the logical dtype."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held by the children."""
+        return sum(int(leaf.nbytes) for leaf in jtu.tree_leaves(self) if hasattr(leaf, "nbytes"))
+
+    def astype(self, new_dtype: Any) -> Any:
+        """A new array of another dtype; this one does not change."""
+        return self._apply(lambda q: jax.lax.convert_element_type(q, new_dtype))
+
+    def block_until_ready(self) -> Any:
+        jax.block_until_ready(jtu.tree_leaves(self))
+        return self
+
+    def devices(self) -> set[Any]:
+        """Every device that holds a part."""
+        return set().union(*(leaf.devices() for leaf in jtu.tree_leaves(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # materializing always makes a new array
+        dense = np.asarray(_fallback.materialize_on_request(self))
+        return dense if dtype is None else dense.astype(dtype)
+
+    def __repr__(self) -> str:
+        leaves = jtu.tree_leaves(self)
+        if any(_aval.leaf_key(leaf) is None for leaf in leaves):
+            return f"{type(self).__name__}({', '.join(map(repr, leaves))})"
+        shape = ",".join(map(str, self.shape))
+        return f"{type(self).__name__}({self.dtype.name}[{shape}], {self._storage()})"
+
+    def _storage(self) -> str:
+        """How the storage is described in `repr`."""
+        return f"{self.nbytes:,} bytes"
+
+
+def _canonical_dtype(dtype: Any) -> Any:
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _static_data(q: ImplicitArray) -> Any:
+    state = q.__dict__
+    if "_settled" not in state:
+        _aval.settle(q)
+    aux = state.get("_aux")
+    if aux is None:
+        own = layout(type(q)).get_aux(q)
+        aux = state["_aux"] = (own, state.get("_shape"), state.get("_dtype"), state.get("_ranks"))
+    return aux
+
+
+def _flatten(q: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
+    return layout(type(q)).get_children(q), _static_data(q)
+
+
+def _flatten_with_keys(q: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...], Any]:
+    fields = layout(type(q))
+    keyed = zip(map(jtu.GetAttrKey, fields.children), fields.get_children(q), strict=True)
+    return tuple(keyed), _static_data(q)
+

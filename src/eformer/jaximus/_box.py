@@ -1,0 +1,70 @@
+"""`implicit_box`: an implicit array as an operand of somebody else's trace.
+
+A raw implicit array inside `jax.jit`, `vmap` or `grad` (closed over, or handed to a jnp function) is bound as one
+primitive, `implicit_box(*leaves)`. Under a trace of ours it turns back into the array, so the operation around it still
+dispatches when a scope encloses the jit; everywhere else it lowers to `materialize()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .. import _jax_compat as compat
+from . import _aval
+from ._fallback import dense_for
+
+box_p = compat.Primitive("implicit_box")
+
+
+def box(q: Any) -> Any:
+    """`q` as an ordinary operand of whatever trace is current."""
+    leaves, treedef = jtu.tree_flatten(q)
+    return box_p.bind(*leaves, treedef=treedef)
+
+
+def unbox(leaves: Any, treedef: Any) -> Any:
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _dense(*leaves: Any, treedef: Any) -> Any:
+    return dense_for("a function outside implicit", unbox(leaves, treedef))
+
+
+def _abstract(*avals: Any, treedef: Any) -> Any:
+    q = unbox([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], treedef)
+    return compat.ShapedArray(*_aval.shape_and_dtype(q))
+
+
+def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
+    tangents = [compat.ad.instantiate_zeros(t) for t in tangents]
+    _, tangent = jax.jvp(lambda *leaves: _dense(*leaves, treedef=treedef), tuple(primals), tuple(tangents))
+    return box_p.bind(*primals, treedef=treedef), tangent
+
+
+def _batch(args: Any, dims: Any, *, treedef: Any) -> Any:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    stacked = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    q = unbox(stacked, treedef)
+    one = unbox([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacked], treedef)
+    if can_stack(one) and q.shape == (size, *one.shape):
+        return box_p.bind(*stacked, treedef=treedef), 0
+    return jax.vmap(lambda *leaves: _dense(*leaves, treedef=treedef))(*stacked), 0
+
+
+def can_stack(q: Any) -> bool:
+    """May the leaves of `q` gain a leading axis, and mean a stack of such arrays?"""
+    return q.core_ndim is not None or q.__dict__.get("_ranks") is not None
+
+
+box_p.def_impl(_dense)
+box_p.def_abstract_eval(_abstract)
+compat.mlir.register_lowering(box_p, compat.mlir.lower_fun(_dense, multiple_results=False))
+compat.ad.primitive_jvps[box_p] = _jvp
+compat.batching.primitive_batchers[box_p] = _batch

@@ -1,0 +1,81 @@
+"""`ste`: the straight-through estimator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ._fallback import materialize_on_request
+from ._trace import is_implicit
+
+
+def ste(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Differentiate `func(x, *args, **kwargs)` as if it returned `x`.
+
+    The forward pass is `func`, its result materialized if it is an implicit array; the backward pass hands the gradient
+    of the result to the first argument and nothing to the others. `x` may be a pytree; the result has its structure and
+    shapes. Arguments that are not arrays (block sizes, dtypes, flags) stay Python values.
+
+    >>> round_ste = ste(jnp.round)
+    >>> float(jax.grad(lambda x: 3.0 * round_ste(x))(0.4))
+    3.0
+    """
+
+    @functools.wraps(func)
+    def straight_through(x: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jtu.tree_flatten((args, kwargs))
+        dynamic = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
+        arrays = [leaf for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+
+        @jax.custom_jvp
+        def forward(x: Any, arrays: list[Any]) -> Any:
+            remaining = iter(arrays)
+            filled = [next(remaining) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
+            args, kwargs = jtu.tree_unflatten(treedef, filled)
+            out = jtu.tree_map(_dense, func(x, *args, **kwargs), is_leaf=is_implicit)
+            _require_same_shapes(func, x, out)
+            return out
+
+        @forward.defjvp
+        def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            out = forward(*primals)
+            return out, jtu.tree_map(_tangent_like, tangents[0], out)
+
+        return forward(x, arrays)
+
+    return straight_through
+
+
+def _dense(x: Any) -> Any:
+    return materialize_on_request(x) if is_implicit(x) else jnp.asarray(x)
+
+
+def _tangent_like(tangent: Any, out: Any) -> Any:
+    if not jnp.issubdtype(out.dtype, jnp.inexact):
+        return np.zeros(out.shape, jax.dtypes.float0)
+    if tangent.dtype == jax.dtypes.float0:
+        return jnp.zeros_like(out)
+    return tangent.astype(out.dtype)
+
+
+def _require_same_shapes(func: Any, x: Any, out: Any) -> None:
+    x = jtu.tree_map(lambda leaf: leaf, x)
+    same_structure = jtu.tree_structure(x) == jtu.tree_structure(out)
+    if not same_structure or any(
+        jnp.shape(a) != jnp.shape(b) for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(out), strict=True)
+    ):
+        name = getattr(func, "__name__", repr(func))
+        raise ValueError(
+            f"ste({name}) must return what it is given: the gradient of its result goes to its first argument "
+            f"unchanged. It got {_shapes(x)} and returned {_shapes(out)}."
+        )
+
+
+def _shapes(tree: Any) -> Any:
+    return jtu.tree_map(lambda leaf: f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}", tree)

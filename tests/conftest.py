@@ -1,0 +1,50 @@
+"""Sets the platform before JAX is imported, and what every test shares."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+PLATFORM = os.environ.get("EFORMER_TEST_PLATFORM", "cpu")
+os.environ["JAX_PLATFORMS"] = PLATFORM
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    # Eight fake devices, so that sharding is tested on any machine.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let programs go dense without failing; a test that is about the warning uses `pytest.warns`.
+
+    Added here and not in pyproject.toml: pytest imports the category, which imports JAX, and the environment above
+    has to be set by then. Later lines win over "error".
+    """
+    config.addinivalue_line("filterwarnings", "ignore::eformer._errors.MaterializationWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PLATFORM != "cpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: set EFORMER_TEST_PLATFORM=cuda"))
+
+
+@pytest.fixture
+def key(request: pytest.FixtureRequest) -> jax.Array:
+    """A random key of the test's own: different for every test and parameter, the same in every run."""
+    return jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def leak_check():
+    """Fails the test when a tracer outlives its trace. Slow, because it defeats JAX's caches: ask for it by name."""
+    with jax.checking_leaks():
+        yield

@@ -1,0 +1,215 @@
+"""The shape of the source tree: who may import whom, and what an import may cost."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import eformer
+
+SRC = Path(__file__).parents[1] / "src"
+FILES = sorted((SRC / "eformer").rglob("*.py"))
+# Not rich: plum, which the core needs, imports it.
+OPTIONAL = ("flax", "equinox", "haiku", "optax", "matplotlib", "torch", "bitsandbytes")
+MAX_LINES = 400
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+# A module may import its own layer and the ones above it in this table. The longest matching prefix decides;
+# "=name" matches that module alone, not what is inside it.
+LAYERS: list[tuple[str, ...]] = [
+    ("eformer._errors", "eformer._settings", "eformer._record", "eformer._jax_compat"),
+    ("eformer.jaximus", "eformer.ops.quantization._kernels"),
+    ("eformer.ops.quantization._formats",),
+    ("eformer.ops.quantization", "=eformer.ops"),
+    ("eformer.serialization", "eformer.integrations", "eformer.cli"),
+    ("=eformer", "=eformer.__main__"),
+]
+# Rooms that may import less than their layer allows.
+ONLY: dict[str, tuple[str, ...]] = {
+    "eformer.ops.quantization._kernels": (*LAYERS[0], "eformer.ops.quantization._kernels"),
+    "eformer.jaximus": (*LAYERS[0], "eformer.jaximus"),
+}
+
+
+def inside(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def layer(module: str) -> int:
+    """Position in LAYERS, -1 for a module nobody has given a place."""
+    best, found = "", -1
+    for position, rooms in enumerate(LAYERS):
+        for room in rooms:
+            name = room.removeprefix("=")
+            fits = module == name if room.startswith("=") else inside(module, name)
+            if fits and len(name) > len(best):
+                best, found = name, position
+    return found
+
+
+def imports(module: str, tree: ast.AST, *, is_package: bool) -> Iterator[tuple[str, int]]:
+    """Every imported module of `tree` and its line, at any depth, relative imports resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = module.split(".") if is_package else module.split(".")[:-1]
+                anchor = ".".join(here[: len(here) - node.level + 1])
+                base = f"{anchor}.{base}" if base else anchor
+            for alias in node.names:
+                # `from package import name` means the module `package.name` where there is one.
+                full = f"{base}.{alias.name}"
+                yield (full if full in MODULES or full == "jax._src" else base), node.lineno
+
+
+def imports_of(module: str, path: Path) -> list[tuple[str, int]]:
+    tree = ast.parse(path.read_text(), filename=str(path))
+    return list(imports(module, tree, is_package=path.name == "__init__.py"))
+
+
+def private_jax(module: str, source: str, *, is_package: bool = False) -> list[int]:
+    """Lines that reach `jax._src`: by import, by attribute, or by a name given to a call such as import_module."""
+    tree = ast.parse(source)
+    lines = [line for name, line in imports(module, tree, is_package=is_package) if inside(name, "jax._src")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "_src":
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Call):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            names = [arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            lines += [node.lineno for name in names if inside(name, "jax._src")]
+    return lines
+
+
+def wrong_way(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`, or None when it may."""
+    for room, allowed in ONLY.items():
+        if inside(module, room) and not any(inside(target, other) for other in allowed):
+            return f"{room} may import only {', '.join(allowed)}"
+    if layer(target) > layer(module):
+        return f"{target} stands above it: move the shared part down, or pass it in as an argument"
+    return None
+
+
+def test_only_the_compat_module_reaches_private_jax():
+    found = [
+        f"{path.relative_to(SRC)}:{line}"
+        for module, path in MODULES.items()
+        if module != "eformer._jax_compat"
+        for line in private_jax(module, path.read_text(), is_package=path.name == "__init__.py")
+    ]
+    assert not found, f"jax._src is reached outside eformer/_jax_compat.py: {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import jax._src.core",
+        "from jax import _src",
+        "from jax._src import core",
+        "def f():\n    from jax._src.core import Trace",
+        "import jax\njax._src.core",
+        "import importlib\nimportlib.import_module('jax._src.core')",
+        "__import__('jax._src')",
+    ],
+)
+def test_every_way_to_private_jax_is_seen(source):
+    assert private_jax("eformer.jaximus._trace", source)
+
+
+def test_every_module_has_a_place():
+    homeless = [module for module in MODULES if layer(module) < 0]
+    assert not homeless, f"give these modules a layer in LAYERS: {homeless}"
+
+
+def test_imports_go_one_way():
+    wrong = [
+        f"{path.relative_to(SRC)}:{line} imports {target}: {why}"
+        for module, path in MODULES.items()
+        for target, line in imports_of(module, path)
+        if inside(target, "eformer") and (why := wrong_way(module, target))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "allowed"),
+    [
+        ("eformer.jaximus._trace", "eformer._errors", True),
+        ("eformer._errors", "eformer.jaximus._trace", False),
+        ("eformer.jaximus._trace", "eformer", False),
+        ("eformer.jaximus._trace", "eformer.ops.quantization._kernels.select", False),
+        ("eformer.ops.quantization._kernels.select", "eformer.jaximus", False),
+        ("eformer.ops.quantization._kernels.select", "eformer._record", True),
+        ("eformer.ops.quantization._formats.nf4.handlers", "eformer.ops.quantization._kernels.select", True),
+        ("eformer.ops.quantization._formats.nf4.array", "eformer.ops.quantization._config", False),
+        ("eformer.ops.quantization._formats.nf4.array", "eformer.ops.quantization", False),
+        ("eformer.ops.quantization._config", "eformer.ops.quantization._formats.nf4.array", True),
+        ("eformer.ops.quantization._config", "eformer.integrations.flax", False),
+        ("eformer.cli.main", "eformer.ops.quantization._config", True),
+    ],
+)
+def test_the_table_says_what_it_should(module, target, allowed):
+    assert (wrong_way(module, target) is None) == allowed
+
+
+def test_relative_imports_are_resolved():
+    tree = ast.parse("from .._errors import X\nfrom . import _tree\nfrom .. import _settings")
+    found = [name for name, _ in imports("eformer.jaximus._array", tree, is_package=False)]
+    expected_tree = "eformer.jaximus._tree" if "eformer.jaximus._tree" in MODULES else "eformer.jaximus"
+    expected_settings = "eformer._settings" if "eformer._settings" in MODULES else "eformer"
+    assert found == ["eformer._errors", expected_tree, expected_settings]
+
+
+def test_import_touches_no_backend_and_no_extra():
+    """With a platform that does not exist, the first look at a device raises."""
+    optional_rooms = ("eformer.integrations", "eformer.cli", "eformer.__main__")
+    names = [module for module in MODULES if not any(inside(module, room) for room in optional_rooms)]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"loaded = [name for name in {OPTIONAL!r} if name in sys.modules]\n"
+        "assert not loaded, f'import eformer loaded optional packages: {loaded}'\n"
+        "import jax\n"
+        "try: jax.devices()\n"
+        "except RuntimeError: print('no backend until asked')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "JAX_PLATFORMS": "no_such_platform"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "no backend until asked"
+
+
+def test_version_is_that_of_the_distribution():
+    assert eformer.__version__ == importlib.metadata.version("eformer")
+
+
+def test_package_is_typed():
+    assert (SRC / "eformer" / "py.typed").exists()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_file_is_small_enough_to_read(module):
+    lines = len(MODULES[module].read_text().splitlines())
+    assert lines < MAX_LINES, f"{MODULES[module].relative_to(SRC)} has {lines} lines: give its second subject a file"
