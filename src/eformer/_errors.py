@@ -83,8 +83,8 @@ Materialize it first, or declare on the class how many trailing axes belong toge
     core_ndim: ClassVar[int] = 2  # axes in front of the last two are batch axes of every child"""
 
 UNEVEN_BATCH = """\
-the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its shape is ambiguous.
-Map over all children together, or declare `core_ndim` on the class."""
+the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its
+shape is ambiguous. Map over all children together, or declare `core_ndim` on the class."""
 
 DECLARED_MISMATCH = """\
 {name} was declared with {what}={declared}, but {source} gives {found}.

@@ -24,7 +24,7 @@ Primitive = _ext.Primitive
 TraceTag = _ext.TraceTag
 Trace = _core.Trace
 Tracer = _core.Tracer
-ShapedArray = jax.core.ShapedArray
+ShapedArray = _core.ShapedArray
 set_current_trace = _ext.set_current_trace
 take_current_trace = _ext.take_current_trace
 
@@ -89,7 +89,7 @@ def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) ->
     return list(out) if primitive.multiple_results else [out]
 
 
-# -- functions and jaxprs inside parameters ------------------------------------------------------------------------------
+# -- functions and jaxprs inside parameters ----------------------------------------------------------------------------
 
 
 def wrap_function(fun: Callable[..., Any], like: Any) -> Any:
@@ -152,12 +152,12 @@ def is_jnp_hi_primitive(hi_primitive: Any) -> bool:
     return type(hi_primitive).__module__.startswith("jax._src.numpy.")
 
 
-# -- abstract values -----------------------------------------------------------------------------------------------------
+# -- abstract values ---------------------------------------------------------------------------------------------------
 
 
 def derived_aval(shape: tuple[int, ...], dtype: Any, leaves: Sequence[Any]) -> Any:
     """Aval of an array computed from `leaves`: inside shard_map it varies over the axes its parts vary over."""
-    varying = [leaf.aval for leaf in leaves if isinstance(leaf, Tracer)]
+    varying: list[Any] = [leaf.aval for leaf in leaves if isinstance(leaf, Tracer)]
     varying = [a for a in varying if getattr(a, "mat", None) is not None and a.mat.varying]
     if not varying:
         return ShapedArray(shape, dtype)
@@ -182,7 +182,7 @@ def with_sharding_type(aval: Any, sharding: Any) -> Any:
     return aval.update(sharding=sharding)
 
 
-# -- who is calling ------------------------------------------------------------------------------------------------------
+# -- who is calling ----------------------------------------------------------------------------------------------------
 
 _source_info.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
@@ -211,10 +211,12 @@ def read_by_array_constructor(depth: int = 2) -> bool:
     return sys._getframe(depth).f_globals.get("__name__") == _CONSTRUCTOR_MODULE
 
 
-# -- names of primitives -------------------------------------------------------------------------------------------------
+# -- names of primitives -----------------------------------------------------------------------------------------------
 
 # Primitives of modules JAX loads on first use.
-_LAZY_NAMES = frozenset({"pallas_call", "ffi_call", "pure_callback", "io_callback", "debug_callback", "custom_vmap_call"})
+_LAZY_NAMES = frozenset(
+    {"pallas_call", "ffi_call", "pure_callback", "io_callback", "debug_callback", "custom_vmap_call"}
+)
 
 
 def primitive_names() -> frozenset[str]:

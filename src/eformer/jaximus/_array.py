@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -62,8 +63,9 @@ class _JaxArrayProtocol:
 
 @dataclasses.dataclass
 class _ArrayBase:
-    shape: Sequence[int] | None = aux_field(kw_only=True, default=None)
-    dtype: Any = aux_field(kw_only=True, default=None)
+    # Typed loosely: a sequence or None going in, always known coming out.
+    shape: Any = aux_field(kw_only=True, default=None)  # noqa: RUF009
+    dtype: Any = aux_field(kw_only=True, default=None)  # noqa: RUF009
 
 
 class ImplicitArray(ArrayOperators, _ArrayBase):
@@ -120,7 +122,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
                 setattr(cls, name, getattr(cls, name))
         cls.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue]
         if "materialize" in cls.__dict__:
-            cls.materialize = _fallback.instrumented(cls.__dict__["materialize"])
+            setattr(cls, "materialize", _fallback.instrumented(cls.__dict__["materialize"]))  # noqa: B010
         fast = _flatten if cls.tree_flatten_with_keys is ImplicitArray.tree_flatten_with_keys else None
         jtu.register_pytree_with_keys(cls, lambda q: q.tree_flatten_with_keys(), cls.tree_unflatten, fast)
         compat.register_value_type(cls, _aval.aval_of, box)
@@ -193,7 +195,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         return _flatten_with_keys(self)
 
     @classmethod
-    def tree_unflatten(cls, aux_data: Any, children: Sequence[Any]) -> Any:
+    def tree_unflatten(cls, aux_data: Any, children: Iterable[Any]) -> Any:
         """Rebuild from static data and children, without running `__init__` (children may be placeholders)."""
         fields = layout(cls)
         self = object.__new__(cls)
@@ -260,7 +262,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
 
 def _canonical_dtype(dtype: Any) -> Any:
-    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _static_data(q: ImplicitArray) -> Any:
@@ -282,4 +284,3 @@ def _flatten_with_keys(q: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...], A
     fields = layout(type(q))
     keyed = zip(map(jtu.GetAttrKey, fields.children), fields.get_children(q), strict=True)
     return tuple(keyed), _static_data(q)
-

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -121,7 +122,7 @@ def _ranks(q: Any) -> tuple[int, ...] | None:
 
 
 def _what_to_keep(q: Any) -> tuple[bool, bool]:
-    """(shape, dtype): which of the declared ones `materialize` needs. Those it does not need are checked and dropped."""
+    """(shape, dtype): which declared ones `materialize` needs; those it does not need are checked and dropped."""
     shape, dtype = q.__dict__.get("_shape"), q.__dict__.get("_dtype")
     leaves = jtu.tree_leaves(layout(type(q)).get_children(q))
     if any(leaf_key(leaf) is None for leaf in leaves):
@@ -254,7 +255,7 @@ def _infer_unbatched(q: Any, key: Any = None) -> tuple[tuple[int, ...], Any]:
         shape = out.shape if shape is None else shape
         dtype = out.dtype if dtype is None else dtype
         _compare(q, "shape", tuple(shape), out.shape)
-    return tuple(shape), np.dtype(dtype) if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype
+    return tuple(shape), dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
 def abstract_materialize(q: Any, key: Any = None) -> Any:

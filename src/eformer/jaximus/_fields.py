@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, get_origin
@@ -65,7 +66,7 @@ def _require_dataclass(cls: type) -> None:
             if base.__name__ != "_ArrayBase":
                 return
             break
-        if any(not _is_class_variable(hint) for hint in base.__dict__.get("__annotations__", {}).values()):
+        if any(not _is_class_variable(hint) for hint in inspect.get_annotations(base).values()):
             break
     raise errors.InvalidImplicitArrayError(errors.NOT_A_DATACLASS.format(name=cls.__name__))
 
@@ -79,9 +80,9 @@ def _is_class_variable(hint: Any) -> bool:
 def _restore_descriptors(cls: type) -> None:
     """A subclass may declare `dtype: Any = aux_field(default=...)`; the default must not hide our descriptor."""
     for name in DECLARED:
-        if name in cls.__dict__ and not hasattr(cls.__dict__[name], "__get__"):
-            delattr(cls, name)
-        elif isinstance(cls.__dict__.get(name), type):  # a scalar type such as jnp.float32 used as default
+        default = cls.__dict__.get(name)
+        # a property the user wrote stays; a value, or a scalar type such as jnp.float32, was a default
+        if name in cls.__dict__ and (isinstance(default, type) or not hasattr(default, "__get__")):
             delattr(cls, name)
 
 

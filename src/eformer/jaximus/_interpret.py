@@ -87,7 +87,7 @@ def _stepwise(fn: Any) -> Any:
             except GeneratorExit:
                 inner.close()
                 raise
-            except BaseException as err:
+            except BaseException as err:  # noqa: BLE001 - whatever was thrown in is for the inner generator
                 value, send = err, inner.throw
 
     if inspect.iscoroutinefunction(fn):

@@ -14,11 +14,14 @@ apply: Callable[..., Any] = NotImplemented
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "abs", "invert")
-_METHODS = """
-    all any argmax argmin argpartition argsort clip compress conj copy cumprod cumsum diagonal dot flatten max mean min
-    nonzero prod ptp ravel repeat reshape round searchsorted sort squeeze std sum swapaxes take tolist trace transpose
-    var view item
-""".split()
+# fmt: off
+_METHODS = (
+    "all", "any", "argmax", "argmin", "argpartition", "argsort", "clip", "compress", "conj", "copy", "cumprod",
+    "cumsum", "diagonal", "dot", "flatten", "max", "mean", "min", "nonzero", "prod", "ptp", "ravel", "repeat",
+    "reshape", "round", "searchsorted", "sort", "squeeze", "std", "sum", "swapaxes", "take", "tolist", "trace",
+    "transpose", "var", "view", "item",
+)
+# fmt: on
 _PROPERTIES = ("T", "mT", "real", "imag")
 _FOREIGN = (list, tuple, dict, set, str, bytes, type(None))
 
@@ -27,6 +30,9 @@ class ArrayOperators:
     """Mixin that gives `ImplicitArray` the surface of `jax.Array`."""
 
     __slots__ = ()
+
+    materialize: Callable[[], Any]
+    shape: Any
 
     def _apply(self, f: Callable[..., Any], *args: Any) -> Any:
         return apply(f, self, *args)
@@ -40,9 +46,9 @@ class ArrayOperators:
         return _At(self)
 
     def __len__(self) -> int:
-        if not self.shape:  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.shape:
             raise TypeError("len() of an array without axes")
-        return self.shape[0]  # pyright: ignore[reportAttributeAccessIssue]
+        return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))

@@ -63,4 +63,3 @@ def _sharding_constraint(primitive: Any, values: list[Any], params: dict[str, An
     if target is None:
         return type(q).default_handler(primitive, q, params=params)
     return jtu.tree_map(jax.lax.with_sharding_constraint, q, target)
-

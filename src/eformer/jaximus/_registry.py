@@ -163,14 +163,14 @@ def canonical_name(primitive: Any) -> str:
         if not isinstance(primitive, compat.Primitive):
             kind = type(primitive).__name__
             raise errors.UnknownPrimitiveError(f"register takes a primitive or its name, got {primitive!r} ({kind}).")
-        return _ALIASES.get(primitive.name, primitive.name)
-    name = _ALIASES.get(primitive, primitive)
+        return _ALIASES.get(str(primitive.name), str(primitive.name))
+    name: str = _ALIASES.get(primitive, primitive)
     known = compat.primitive_names()
     if name in known:
         return name
     in_lax = compat.lax_primitive(primitive)
     if in_lax is not None:
-        return _ALIASES.get(in_lax.name, in_lax.name)
+        return canonical_name(in_lax)
     close = difflib.get_close_matches(primitive, sorted(known | set(_ALIASES)), n=5)
     hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
     raise errors.UnknownPrimitiveError(errors.UNKNOWN_PRIMITIVE.format(name=primitive, hint=hint))
@@ -205,8 +205,8 @@ def _type_hints(fn: Callable[..., Any], namespace: dict[str, Any]) -> dict[str, 
         return typing.get_type_hints(fn, localns=namespace)
     except NameError as err:
         raise errors.HandlerSignatureError(
-            f"the annotations of handler {fn.__qualname__} cannot be resolved: {err}. Annotate with names visible where "
-            "it is registered."
+            f"the annotations of handler {fn.__qualname__} cannot be resolved: {err}. "
+            "Annotate with names visible where it is registered."
         ) from err
 
 

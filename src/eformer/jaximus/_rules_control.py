@@ -1,7 +1,7 @@
 """Structural rules of control flow: scan, while and cond are built again with implicit arrays as pytrees.
 
-Only counts and jaxprs are read from the parameters; JAX's public functions do the rest. A carry whose type the body does
-not preserve is made dense, and the check repeats; an output of cond stays implicit only if all branches agree.
+Only counts and jaxprs are read from the parameters; JAX's public functions do the rest. A carry whose type the body
+does not preserve is made dense, and the check repeats; an output of cond stays implicit only if all branches agree.
 """
 
 from __future__ import annotations

@@ -198,11 +198,11 @@ def call_handlers(primitive: Any, values: list[Any], params: dict[str, Any], che
             return NotImplemented
     types = tuple([type(v) if isinstance(v, ImplicitArray) else jax.Array for v in values])
     out = _ask(primitive, name, types, values, params, check)
-    if out is NotImplemented and name in _COMMUTATIVE and types[0] is not types[1]:
-        # commute_ops: a handler for (Q, dense) serves (dense, Q) too
-        if all(v.commute_ops for v in values if isinstance(v, ImplicitArray)):
-            out = _ask(primitive, name, types[::-1], values[::-1], params, check)
-    return out
+    if out is not NotImplemented or name not in _COMMUTATIVE or types[0] is types[1]:
+        return out
+    if all(v.commute_ops for v in values if isinstance(v, ImplicitArray)):  # a handler for (Q, dense): (dense, Q) too
+        return _ask(primitive, name, types[::-1], values[::-1], params, check)
+    return NotImplemented
 
 
 def _ask(primitive: Any, name: str, types: Any, values: list[Any], params: dict[str, Any], check: bool) -> Any:
