@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jaxlib.xla_client
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import batching as _batching
@@ -87,6 +90,11 @@ def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) ->
         return None
     out = abstract_eval(*map(jax.typeof, args), **params)[0]
     return list(out) if primitive.multiple_results else [out]
+
+
+def lower_with_devices(primitive: Any) -> None:
+    """Have the lowering of `primitive` told which devices the program will run on."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 # -- functions and jaxprs inside parameters ----------------------------------------------------------------------------
@@ -187,9 +195,34 @@ def with_sharding_type(aval: Any, sharding: Any) -> Any:
 _source_info.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
+class _Replays(threading.local):
+    def __init__(self) -> None:
+        self.tracebacks: list[Any] = []
+
+
+_replays = _Replays()
+
+
+class replaying:
+    """A block in which a jaxpr is replayed: its equations may have lost their origin, the call around it has not."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _replays.tracebacks.append(_source_info._source_info_context.context.traceback)
+
+    def __exit__(self, *exc: object) -> None:
+        _replays.tracebacks.pop()
+
+
 def user_location() -> tuple[str, int]:
     """(file, line) of the user's code behind the operation being processed, also when a jaxpr is being replayed."""
-    frame = _source_info.user_frame(_source_info.current().traceback)
+    here = _source_info._source_info_context.context.traceback
+    for traceback in (here, *reversed(_replays.tracebacks)):
+        frame = _source_info.user_frame(traceback) if traceback is not None else None
+        if frame is not None:
+            return frame.file_name, frame.start_line
+    frame = _source_info.user_frame(jaxlib.xla_client.Traceback.get_traceback())
     return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
 
 

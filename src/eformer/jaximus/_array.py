@@ -17,7 +17,7 @@ from .. import _errors as errors
 from .. import _jax_compat as compat
 from . import _aval, _fallback
 from ._box import box
-from ._fields import aux_field, layout
+from ._fields import AUX, layout
 from ._operators import ArrayOperators
 
 _CACHES = ("_known", "_aval", "_aux")
@@ -64,8 +64,8 @@ class _JaxArrayProtocol:
 @dataclasses.dataclass
 class _ArrayBase:
     # Typed loosely: a sequence or None going in, always known coming out.
-    shape: Any = aux_field(kw_only=True, default=None)  # noqa: RUF009
-    dtype: Any = aux_field(kw_only=True, default=None)  # noqa: RUF009
+    shape: Any = dataclasses.field(default=None, kw_only=True, metadata={AUX: True})
+    dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={AUX: True})
 
 
 class ImplicitArray(ArrayOperators, _ArrayBase):
@@ -98,6 +98,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     core_ndim: ClassVar[int | None] = None
     weak_type: ClassVar[bool] = False
     _frozen: ClassVar[bool] = False
+    # Which of (shape, dtype) instances remember; None: whatever `materialize` turns out to need.
+    _remembers: ClassVar[Any] = None
     __array_priority__: ClassVar[int] = 2000
 
     shape = _Derived(_aval.shape_of)

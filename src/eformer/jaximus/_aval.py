@@ -108,7 +108,11 @@ def settle(q: Any) -> None:
     state = q.__dict__
     state["_settled"] = True
     keep = (False, False)
-    if state.get("_shape") is not None or state.get("_dtype") is not None:
+    if q._remembers is not None:
+        keep = q._remembers
+        _compare(q, "shape", None if keep[0] else state.get("_shape"), q.compute_shape())
+        state["_shape"], state["_dtype"] = state.get("_shape") if keep[0] else None, state.get("_dtype")
+    elif state.get("_shape") is not None or state.get("_dtype") is not None:
         keep = _what_to_keep(q)
         state["_shape"] = state["_shape"] if keep[0] else None
         state["_dtype"] = state["_dtype"] if keep[1] else None

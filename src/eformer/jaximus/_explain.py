@@ -36,8 +36,13 @@ class Explanation:
 def _line(event: Event) -> str:
     if event.kind == "materialize":
         return f"materialized {event.array} for {event.primitive} at {event.where} ({event.dense_bytes:,} bytes dense)"
-    facts = ", ".join(f"{k}={v}" for k, v in event.fields.items())
-    return f"{event.kind}: {facts}"
+    known = ("op", "name", "reason", "rejected")
+    facts = ", ".join(f"{k}={v}" for k, v in event.fields.items() if k not in known)
+    lines = [
+        f"{event.kind} {event.fields.get('op', '')}: {event.fields.get('name', '')}, {event.fields.get('reason', '')}"
+    ]
+    lines += [f"    not {name}: {why}" for name, why in event.fields.get("rejected", ())]
+    return "\n".join([*lines, f"    {facts}"])
 
 
 def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:

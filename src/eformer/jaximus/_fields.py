@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_origin
 
 from .. import _errors as errors
 
-_AUX = "implicit_array_aux"
+AUX = "implicit_array_aux"
 DECLARED = ("shape", "dtype")  # fields of the base class, kept apart from the user's own
 
 
@@ -22,7 +22,7 @@ def aux_field(metadata: Mapping[Any, Any] | None = None, **kwargs: Any) -> Any:
         metadata: further metadata of the field.
         **kwargs: whatever `dataclasses.field` accepts, such as `default`.
     """
-    return dataclasses.field(metadata={**(metadata or {}), _AUX: True}, **kwargs)
+    return dataclasses.field(metadata={**(metadata or {}), AUX: True}, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ def layout(cls: type) -> Layout:
     """Read the fields of a finished class; called when its first instance is made, since `@dataclass` runs late."""
     _require_dataclass(cls)
     fields = [f for f in dataclasses.fields(cls) if f.name not in DECLARED]
-    children = tuple(f.name for f in fields if not f.metadata.get(_AUX))
-    aux = tuple(f.name for f in fields if f.metadata.get(_AUX))
+    children = tuple(f.name for f in fields if not f.metadata.get(AUX))
+    aux = tuple(f.name for f in fields if f.metadata.get(AUX))
     _restore_descriptors(cls)
     return Layout(children, aux, _tuple_getter(children), _tuple_getter(aux))
 

@@ -135,7 +135,7 @@ def _pull_back(value: Any, cotangent: Any) -> Any:
     return jtu.tree_unflatten(treedef, pull(materialize(cotangent)))
 
 
-# -- shard_map -----------------------------------------------------------------------------------------------------------
+# -- shard_map -------------------------------------------------------------------------------------------------
 
 
 def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:

@@ -171,7 +171,8 @@ _operators.apply = apply
 
 def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Replay a jaxpr with dispatch."""
-    return run(compat.jaxpr_function(jaxpr), values)
+    with compat.replaying():
+        return run(compat.jaxpr_function(jaxpr), values)
 
 
 # -- dispatch --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,22 @@
+"""Quantized arrays: NF4, INT8, ternary and binary, behind one `quantize`.
+
+>>> import jax.numpy as jnp
+>>> w = quantize(jnp.ones((64, 32)), dtype="nf4")
+>>> (jnp.ones((4, 64)) @ w)[0, 0]
+Array(64., dtype=float32)
+"""
+
+from __future__ import annotations
+
+from ._config import QuantizationConfig as QuantizationConfig
+from ._config import QuantizationType as QuantizationType
+from ._config import quantize as quantize
+from ._config import straight_through as straight_through
+from ._formats._sharding import ShardingError as ShardingError
+from .implicit_array_1bit import Array1B as Array1B
+from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
+from .implicit_array_8bit import Array8B as Array8B
+from .implicit_array_8bit import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
+from .implicit_array_8bit import straight_through_8bit as straight_through_8bit
+from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
+from .implicit_array_nf4 import straight_through_nf4 as straight_through_nf4

@@ -1,0 +1,157 @@
+"""What all quantized arrays share: immutability, a logical dtype, sharding, and moving storage instead of values.
+
+The storage of every format is a few *parts*. A part keeps the free (not blocked) logical axes in front, in order, and
+the blocked axis, if the format has one, as `tail` axes at the end. A free axis of a part has the logical size, or size
+1 where one entry serves the whole axis (a scale). That is all the shape operations need to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from eformer.jaximus import ImplicitArray, materialize
+from eformer.jaximus._fields import layout
+
+from . import _sharding
+
+Q = TypeVar("Q", bound="QuantizedArray")
+Sharding = NamedSharding | PartitionSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds."""
+
+    field: str
+    tail: int = 0
+    unit: int = 1
+    is_scale: bool = False
+
+
+class QuantizedArray(ImplicitArray, frozen=True):
+    """Base of the quantized arrays: storage in parts, a logical dtype that is lazy, and a sharding to keep.
+
+    Subclasses are dataclasses with the auxiliary fields `pad` (values of the blocked axis that exist in storage only),
+    `sharding` and `use_kernel`, and answer `blocked`, `parts`, `compute_shape` and `materialize`.
+    """
+
+    # The class has no fields of its own: dataclass fields of a base would come before the documented ones.
+    format: ClassVar[str]
+    parts: ClassVar[tuple[Part, ...]]
+    pad: int
+    sharding: Any
+    use_kernel: bool
+    _remembers: ClassVar[Any] = (False, True)
+
+    @property
+    def blocked(self) -> Any:
+        """The logical axis, counted from the end, along which values are packed; None if the format packs none."""
+        raise NotImplementedError
+
+    @property
+    def core_ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Axes in front of the blocked one are axes of every part, so they are batch axes."""
+        return 0 if self.blocked is None else -self.blocked
+
+    def part(self, part: Part) -> Any:
+        """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
+        return materialize(getattr(self, part.field))
+
+    @property
+    def scale_part(self) -> Part:
+        return next(p for p in self.parts if p.is_scale)
+
+    def replaced(self: Q, **changes: Any) -> Q:
+        """A copy with some fields (or `dtype`) changed: nothing is decoded, checked or quantized again."""
+        fields = layout(type(self))
+        copy = object.__new__(type(self))
+        state = copy.__dict__
+        for name in (*fields.children, *fields.aux):
+            state[name] = changes.pop(name) if name in changes else getattr(self, name)
+        state["_dtype"] = changes.pop("dtype", self.dtype)
+        state["_shape"] = state["_ranks"] = None
+        state["_settled"] = state["_sealed"] = True
+        if changes:
+            raise TypeError(f"{type(self).__name__} has no fields {sorted(changes)}.")
+        return copy
+
+    def moved(self: Q, parts: dict[str, Any], blocked: int | None, **more: Any) -> Q:
+        """A copy with moved storage whose blocked axis is now `blocked`."""
+        return self.replaced(**parts, axis=blocked, **more)
+
+    def static_layout(self) -> tuple[Any, ...]:
+        """What two arrays must agree on to be joined part by part."""
+        return (self.blocked,)
+
+    @property
+    def blocks_carry_scales(self) -> bool:
+        """Does every block bring its own scale, so that blocks of different arrays may follow each other?"""
+        return False
+
+    def scaled(self: Q, factor: jax.Array, dtype: Any) -> Q:
+        """A copy with the scale multiplied by `factor`, which has one axis per axis of the scale part."""
+        part = self.scale_part
+        return self.replaced(**{part.field: self.part(part) * factor.astype(self.part(part).dtype), "dtype": dtype})
+
+    def _adopt(self, other: ImplicitArray) -> None:
+        """Become `other`, while still under construction."""
+        self.__dict__.update(other.__dict__)
+
+    def dequantize(self) -> jax.Array:
+        """The dense array; another name for `materialize`."""
+        return self.materialize()
+
+    def delete(self) -> None:
+        """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
+        for leaf in jtu.tree_leaves(self):
+            leaf.delete()
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits held per logical value, scales and padding included."""
+        return 8 * self.nbytes / max(self.size, 1)
+
+    def _storage(self) -> str:
+        return f"{self.format}, {self.bits_per_weight:.2f} bits per weight"
+
+    # -- sharding ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Does this array carry a sharding?"""
+        return self.sharding is not None
+
+    def child_specs(self, spec: PartitionSpec) -> Any:
+        """One PartitionSpec per stored array for a PartitionSpec of the logical array."""
+        return _sharding.child_specs(self, spec)
+
+    def with_sharding(self: Q, sharding: Sharding) -> Q:
+        """A copy whose storage is split over devices as `sharding` splits the logical array.
+
+        Codes and scales are split together. A split that would cut a block in two is refused.
+        """
+        return _sharding.place(self, sharding)
+
+    def reshard(self: Q, sharding: Sharding) -> Q:
+        """Another name for `with_sharding`."""
+        return self.with_sharding(sharding)
+
+    def with_mesh_and_axis(self: Q, mesh_and_axis: tuple[Any, Any]) -> Q:
+        """`with_sharding` from a mesh and an axis specification: None, a PartitionSpec, a tuple or list, or a name."""
+        mesh, axis = mesh_and_axis
+        if axis is None:
+            spec = PartitionSpec()
+        elif isinstance(axis, PartitionSpec):
+            spec = axis
+        else:
+            spec = PartitionSpec(*([axis] if isinstance(axis, str) else axis))
+        return self.with_sharding(NamedSharding(mesh, spec))
+
+    def _constrained(self, dense: jax.Array) -> jax.Array:
+        """The dense array with the sharding this one carries."""
+        return _sharding.constrain(dense, self.sharding)

@@ -1,0 +1,172 @@
+"""Handlers every quantized array shares, written once for the base class: whatever keeps a type exactly, and products.
+
+A handler that cannot keep the type returns NotImplemented; the core then materializes under the policy in force.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer.jaximus import register
+
+from . import _dot, _gather, _shapes
+from ._base import QuantizedArray
+
+
+@register("transpose")
+def transpose(q: QuantizedArray, *, permutation: Any, **params: Any) -> Any:
+    return _shapes.transpose(q, permutation)
+
+
+@register("reshape")
+def reshape(q: QuantizedArray, *, new_sizes: Any, dimensions: Any = None, **params: Any) -> Any:
+    if dimensions is not None or params.get("sharding") is not None:
+        return NotImplemented
+    return q if tuple(new_sizes) == q.shape else _shapes.reshape(q, new_sizes)
+
+
+@register("broadcast_in_dim")
+def broadcast_in_dim(q: QuantizedArray, *, shape: Any, broadcast_dimensions: Any, **params: Any) -> Any:
+    if params.get("sharding") is not None:
+        return NotImplemented
+    return _shapes.broadcast_in_dim(q, shape, broadcast_dimensions)
+
+
+@register("squeeze")
+def squeeze(q: QuantizedArray, *, dimensions: Any, **params: Any) -> Any:
+    return _shapes.squeeze(q, dimensions)
+
+
+@register("slice")
+def slice_(q: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
+    return _shapes.slice_(q, start_indices, limit_indices, strides)
+
+
+@register("dynamic_slice")
+def dynamic_slice(q: QuantizedArray, *starts: jax.Array, slice_sizes: Any, **params: Any) -> Any:
+    return _shapes.dynamic_slice(q, starts, slice_sizes)
+
+
+@register("gather")
+def gather(q: QuantizedArray, indices: jax.Array, **params: Any) -> Any:
+    return _gather.gather(q, indices, params)
+
+
+@register("split")
+def split(q: QuantizedArray, *, sizes: Any, axis: int, **params: Any) -> Any:
+    pieces, start = [], 0
+    for size in sizes:
+        low, high = [0] * q.ndim, list(q.shape)
+        low[axis], high[axis] = start, start + size
+        pieces.append(_shapes.slice_(q, low, high, None))
+        start += size
+    return NotImplemented if any(p is NotImplemented for p in pieces) else pieces
+
+
+@register("concatenate")
+def concatenate(*operands: QuantizedArray, dimension: int, **params: Any) -> Any:
+    return _shapes.concatenate(operands, dimension)
+
+
+@register("rev")
+def rev(q: QuantizedArray, *, dimensions: Any, **params: Any) -> Any:
+    return _shapes.rev(q, dimensions)
+
+
+@register("select_n")
+def select_n(which: jax.Array, *cases: QuantizedArray, **params: Any) -> Any:
+    return _shapes.select(which, cases)
+
+
+@register("convert_element_type")
+def convert_element_type(q: QuantizedArray, *, new_dtype: Any, **params: Any) -> Any:
+    """Lazy: the values are decoded to the new dtype whenever they are decoded."""
+    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return q if jnp.dtype(new_dtype) == q.dtype else q.replaced(dtype=jnp.dtype(new_dtype))
+
+
+# -- arithmetic that folds into the scale ------------------------------------------------------------------------------
+
+
+@register("neg")
+def neg(q: QuantizedArray, **params: Any) -> Any:
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        return NotImplemented
+    return fold(q, jnp.array(-1, q.dtype))
+
+
+@register("mul")
+def mul(q: QuantizedArray, factor: jax.Array, **params: Any) -> Any:
+    return fold(q, factor) if factor.ndim == 0 else NotImplemented
+
+
+@register("div")
+def div(q: QuantizedArray, divisor: jax.Array, **params: Any) -> Any:
+    return fold(q, divisor, divide=True) if divisor.ndim == 0 else NotImplemented
+
+
+def fold(q: QuantizedArray, factor: jax.Array, divide: bool = False) -> Any:
+    """`q * factor` (or `/`) as a change of the scale, where the factor is constant along what one scale serves."""
+    dtype = jnp.promote_types(q.dtype, factor.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or factor.ndim > q.ndim:
+        return NotImplemented
+    factor = factor.reshape((1,) * (q.ndim - factor.ndim) + factor.shape)
+    free, blocked, part = _shapes.free(q), _shapes.blocked_axis(q), q.scale_part
+    scale = q.part(part)
+    varying = [axis for axis in range(q.ndim) if factor.shape[axis] != 1]
+    if blocked in varying or any(factor.shape[axis] != q.shape[axis] for axis in varying):
+        return NotImplemented
+    if scale is not None and any(scale.shape[free.index(axis)] == 1 for axis in varying):
+        return NotImplemented
+    moved = factor.reshape(*[factor.shape[axis] for axis in free], *[1] * part.tail)
+    moved = moved.astype(jnp.promote_types(moved.dtype, jnp.float32))
+    return q.scaled(1 / moved if divide else moved, dtype)
+
+
+def _folding(operator: Any, divide: bool, reflected: bool = False) -> Any:
+    """An operator that folds a scalar or a vector per channel before jnp broadcasts it to the full shape."""
+
+    def method(self: QuantizedArray, other: Any) -> Any:
+        if isinstance(other, (jax.Array, np.ndarray)) and not (divide and reflected):
+            out = fold(self, jnp.asarray(other), divide)
+            if out is not NotImplemented:
+                return out
+        return operator(self, other)
+
+    return method
+
+
+for _name, _divide, _reflected in (("mul", False, False), ("rmul", False, True), ("truediv", True, False)):
+    _operator = getattr(QuantizedArray, f"__{_name}__")
+    setattr(QuantizedArray, f"__{_name}__", _folding(_operator, _divide, _reflected))
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@register("dot_general")
+def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
+    return _dot.dot_general(primitive, lhs, rhs, q_first=False, params=params)
+
+
+@register("dot_general")
+def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
+    return _dot.dot_general(primitive, rhs, lhs, q_first=True, params=params)
+
+
+@register("dot_general")
+def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, **params: Any) -> Any:
+    """The smaller one is decoded, the other stays as it is."""
+    if lhs.size <= rhs.size:
+        return _dot.dot_general(primitive, lhs.materialize(), rhs, q_first=False, params=params)
+    return _dot.dot_general(primitive, rhs.materialize(), lhs, q_first=True, params=params)
+
+
+@register("ragged_dot_general")
+def ragged_dot_general(lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any) -> Any:
+    return _dot.ragged_dot(lhs, rhs, group_sizes, params)

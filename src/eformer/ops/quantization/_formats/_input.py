@@ -1,0 +1,97 @@
+"""What users hand to quantized arrays: dense values, storage, axes and sizes, checked once for all formats."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer import _jax_compat as compat
+from eformer.jaximus import AvalMismatchError, ImplicitArray
+from eformer.jaximus._fallback import materialize_on_request
+
+from . import _checks
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, ImplicitArray))
+
+
+def is_dense_float(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_storage(*arrays: Any) -> bool:
+    """Real arrays, as opposed to the placeholders of some tree_map."""
+    return all(is_array(a) or isinstance(a, jax.ShapeDtypeStruct) for a in arrays)
+
+
+def as_float(array: Any, name: str) -> jax.Array:
+    """A dense floating array of rank 1 or more, or a clear error."""
+    if isinstance(array, ImplicitArray):
+        array = materialize_on_request(array)
+    if not isinstance(array, jax.Array):
+        array = jnp.asarray(array)
+    _checks.check_float(array, name)
+    if array.ndim == 0:
+        raise ValueError(f"{name} quantizes arrays of rank 1 or more, got a scalar.")
+    return array
+
+
+def checked_axis(axis: Any, ndim: int) -> int:
+    """The blocked axis, counted from the end; by default the contracted axis of `x @ w`."""
+    if axis is None:
+        return -1 if ndim < 2 else -2
+    if isinstance(axis, (tuple, list)):
+        if len(axis) != 1:
+            raise ValueError(f"axis={axis} names {len(axis)} axes; values are packed along exactly one.")
+        axis = axis[0]
+    axis = operator.index(axis)
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{axis=} is out of range for an array of rank {ndim}. Allowed: {-ndim} to {ndim - 1}.")
+    return axis - ndim if axis >= 0 else axis
+
+
+def checked_block(block_size: Any, largest: int) -> int:
+    block_size = _checks.check_block_size(block_size)
+    if block_size > largest:
+        raise ValueError(f"{block_size=} is larger than the largest allowed, {largest}.")
+    return block_size
+
+
+def axis_and_pad(q: Any, ndim: int, steps: int, unit: int) -> tuple[int, int]:
+    """The blocked axis and the padding of storage given directly; a declared shape says where it ends."""
+    axis = checked_axis(q.axis, ndim)
+    declared = q.__dict__.get("_shape")
+    if declared is None:
+        return axis, q.pad
+    if len(declared) != ndim:
+        raise AvalMismatchError(f"shape={declared} has {len(declared)} axes, but the storage holds {ndim}.")
+    pad = steps * unit - declared[axis]
+    if not 0 <= pad < max(unit, 1):
+        low = max(unit * (steps - 1) + 1, 0)
+        raise AvalMismatchError(
+            f"shape={declared} has {declared[axis]} entries along axis {axis}, but the storage holds "
+            f"{low} to {steps * unit}."
+        )
+    return axis, pad
+
+
+def check_declared_shape(q: Any, made: Any) -> None:
+    declared = q.__dict__.get("_shape")
+    if declared is not None and declared != made.shape:
+        raise AvalMismatchError(f"{type(q).__name__} was given shape={declared} for an array of shape {made.shape}.")
+    q.__dict__["_shape"] = None
+
+
+def keep_sharding(q: Any, array: jax.Array) -> Any:
+    """`q` split as the dense array was."""
+    if isinstance(array, compat.Tracer):
+        return q
+    sharding = array.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+        return q.with_sharding(sharding)
+    return q

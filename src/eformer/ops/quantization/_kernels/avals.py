@@ -1,0 +1,36 @@
+"""Which mesh axes of an enclosing shard_map a value varies over, and making operands agree on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Mesh axes of the enclosing shard_map this value differs over; empty outside one."""
+    return varying_axes_of_type(jax.typeof(value))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    mat = getattr(aval, "mat", None)
+    return frozenset() if mat is None else frozenset(mat.varying)
+
+
+def vary(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Mark `value` as differing over `axes`; its gradient is then summed over them."""
+    missing = tuple(sorted(axes - varying_axes(value)))
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def agree(*values: jax.Array) -> list[jax.Array]:
+    """Make all operands vary over the same axes, as JAX does for its own operations."""
+    axes = frozenset[str]().union(*map(varying_axes, values))
+    return [vary(value, axes) for value in values]
+
+
+def zeros_like_in(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that vary over the axes `like` varies over, so they can start a loop that adds to them."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(like))

@@ -1,0 +1,44 @@
+"""Meshes whose axes are part of the types (explicit sharding): state the sharding of the result, then let XLA split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from eformer import _jax_compat
+
+from .problem import Spec
+
+
+def result_sharding(spec: Spec, x: Any, codes: Any) -> NamedSharding | None:
+    """Rows as x has them, columns as the codes have them; None unless an operand has an explicit sharding."""
+    shardings = [_jax_compat.explicit_sharding_of(value) for value in (x, codes)]
+    known = [s for s in shardings if s is not None]
+    if not known:
+        return None
+    of_x, of_codes = (_entries(s, v.ndim) for s, v in zip(shardings, (x, codes), strict=True))
+    column = codes.ndim - spec.core_ndim + (spec.form == "axpy")
+    used: set[str] = set()
+    return NamedSharding(known[0].mesh, PartitionSpec(*(_unused(a, used) for a in (*of_x[:-1], of_codes[column]))))
+
+
+def in_auto_mode(product: Callable[..., jax.Array], out: NamedSharding, operands: list[jax.Array]) -> jax.Array:
+    automatic: Any = jax.sharding.auto_axes(product, out_sharding=out)
+    return automatic(*operands)
+
+
+def _entries(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    spec = () if sharding is None else tuple(sharding.spec)
+    return (*spec, *[None] * (ndim - len(spec)))
+
+
+def _unused(entry: Any, used: set[str]) -> Any:
+    """An axis can split one dimension only: the first one keeps it."""
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if used.intersection(axes):
+        return None
+    used.update(axes)
+    return entry

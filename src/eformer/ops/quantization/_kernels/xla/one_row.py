@@ -1,0 +1,63 @@
+"""M = 1: the products where a decoded panel would be written and read again to use each value once.
+
+Multiplying while decoding adds values up before anything is stored, so what is stored is a fraction of the panel; a small
+product with ones sums the rest. The barriers keep XLA from moving that sum into the decoding loop, which it would then
+not vectorize.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..avals import zeros_like_in
+from .panel import Planes, flat, for_panels, positions, take_rows, weave_columns
+
+# Rows per step of the axpy form, and how many of them are added up while decoding.
+_PANEL, _FOLD = 256, 8
+
+
+def dot_panel(decoded: list[jax.Array], xs: jax.Array, precision: Any) -> jax.Array:
+    """One panel of the dot form, planes (P, ...) and xs (planes, 1, positions) -> (P, 1)."""
+    del precision  # products are taken element by element, in full precision
+    parts = xs.reshape(len(decoded), *decoded[0].shape[1:])
+    terms = [w * part for w, part in zip(decoded, parts, strict=True)]
+    total = lax.optimization_barrier(flat(functools.reduce(operator.add, terms)))
+    return times_ones(total, 1)
+
+
+def times_ones(array: jax.Array, axis: int) -> jax.Array:
+    """Sum along an axis as a product: XLA vectorizes products, not sums. The highest precision adds whole float32."""
+    ones = jnp.ones((1, array.shape[axis]), array.dtype)
+    dims = (((1,), (axis,)), ((), ()))
+    total = lax.dot_general(ones, array, dims, precision="highest")
+    return total.T if axis == 1 else total
+
+
+def fits_axpy(rows: int) -> bool:
+    return rows >= _PANEL
+
+
+def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, parts: int, cols: int) -> jax.Array:
+    """x @ D for x (1, R): rows far apart in the panel are added element by element, then what is left is summed."""
+    rows, group = codes.shape[0], _PANEL // _FOLD
+
+    def body(start: Any, repeated: Any, ys: list[jax.Array]) -> list[jax.Array]:
+        x_panel = take_rows(x[0], start, _PANEL)
+        if rows % _PANEL:
+            x_panel = jnp.where(jnp.arange(_PANEL) >= repeated, x_panel, 0)
+        folded: list[Any] = [0] * parts
+        for i in range(_FOLD):
+            first = start + i * group
+            decoded = planes(take_rows(codes, first, group), take_rows(scale, first, group))
+            factor = x_panel[i * group : (i + 1) * group].reshape(group, *[1] * (codes.ndim - 1))
+            folded = [total + w * factor for total, w in zip(folded, decoded, strict=True)]
+        return [y + times_ones(lax.optimization_barrier(flat(f)), 0) for y, f in zip(ys, folded, strict=True)]
+
+    zeros = zeros_like_in((1, positions(codes)), x.dtype, x)
+    return weave_columns(for_panels(rows, _PANEL, body, [zeros] * parts), cols)

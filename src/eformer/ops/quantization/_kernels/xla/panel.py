@@ -1,0 +1,130 @@
+"""The loop of the tiled path: decode one panel of rows at a time and multiply it while it is in cache.
+
+A format decodes a panel into `planes`: plane i holds every n-th column starting at i, which is how packed bytes come
+apart without shuffling (n values per byte). x is split the same way once, or the result is woven together once, so the
+interleaved dense matrix never exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..avals import zeros_like_in
+
+# (codes of a panel, scale of a panel or None) -> planes, each of the shape of the codes
+Planes = Callable[[jax.Array, Any], list[jax.Array]]
+
+
+def split_columns(x: jax.Array, planes: int, positions: int) -> jax.Array:
+    """(M, C) -> (planes, M, positions), zero-padded where the storage is."""
+    padding = planes * positions - x.shape[-1]
+    if padding:
+        x = jnp.pad(x, ((0, 0), (0, padding)))
+    return x.reshape(x.shape[0], positions, planes).transpose(2, 0, 1)
+
+
+def weave_columns(ys: list[jax.Array], cols: int) -> jax.Array:
+    """Inverse of `split_columns`, the padding dropped."""
+    woven = ys[0] if len(ys) == 1 else jnp.stack(ys, axis=-1).reshape(ys[0].shape[0], -1)
+    return woven[:, :cols]
+
+
+def positions(codes: jax.Array) -> int:
+    return math.prod(codes.shape[1:])
+
+
+def take_rows(array: Any, start: Any, count: int, axis: int = 0) -> Any:
+    return None if array is None else lax.dynamic_slice_in_dim(array, start, count, axis)
+
+
+def for_panels(rows: int, panel: int, body: Callable[[Any, Any, Any], Any], init: Any) -> Any:
+    """Run body(start, repeated, carry) over all panels.
+
+    The last panel is moved back to end at the last row instead of being cut, so that every step has one shape;
+    `repeated` is how many of its first rows the step before has already seen.
+    """
+
+    def step(i: Any, carry: Any) -> Any:
+        wanted = i * panel
+        start = jnp.minimum(wanted, rows - panel)
+        return body(start, wanted - start, carry)
+
+    return lax.fori_loop(0, -(-rows // panel), step, init)
+
+
+def dot_form(
+    x: jax.Array,
+    codes: jax.Array,
+    scale: Any,
+    planes: Planes,
+    multiply: Callable[[list[jax.Array], jax.Array, Any], jax.Array],
+    *,
+    parts: int,
+    panel: int,
+    precision: Any,
+) -> jax.Array:
+    """x @ D.T, (M, C) -> (M, R); `multiply` takes the planes of a panel and x split alike to a (panel, M) product."""
+    rows = codes.shape[0]
+    xs = split_columns(x, parts, positions(codes))
+
+    def product(panel_codes: jax.Array, panel_scale: Any) -> jax.Array:
+        return multiply(planes(panel_codes, panel_scale), xs, precision)
+
+    if rows <= panel:
+        return product(codes, scale).T
+
+    def body(start: Any, repeated: Any, y: jax.Array) -> jax.Array:
+        del repeated  # writing the same rows twice is harmless
+        part = product(take_rows(codes, start, panel), take_rows(scale, start, panel))
+        return lax.dynamic_update_slice_in_dim(y, part, start, 0)
+
+    return for_panels(rows, panel, body, zeros_like_in((rows, x.shape[0]), x.dtype, x)).T
+
+
+def dot_panel(decoded: list[jax.Array], xs: jax.Array, precision: Any) -> jax.Array:
+    """(P, M). The panel is the left operand: XLA splits the rows of the larger operand over threads."""
+    dots = [
+        lax.dot_general(flat(w), part, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=xs.dtype)
+        for w, part in zip(decoded, xs, strict=True)
+    ]
+    return functools.reduce(operator.add, dots)
+
+
+def flat(plane: jax.Array) -> jax.Array:
+    return plane.reshape(plane.shape[0], -1)
+
+
+def axpy_form(
+    x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, parts: int, cols: int, panel: int, precision: Any
+) -> jax.Array:
+    """x @ D, (M, R) -> (M, C): add up the products of row panels."""
+    rows = codes.shape[0]
+
+    def product(x_panel: jax.Array, panel_codes: jax.Array, panel_scale: Any) -> list[jax.Array]:
+        dims = (((1,), (0,)), ((), ()))
+        return [
+            lax.dot_general(x_panel, flat(w), dims, precision=precision, preferred_element_type=x.dtype)
+            for w in planes(panel_codes, panel_scale)
+        ]
+
+    if rows <= panel:
+        return weave_columns(product(x, codes, scale), cols)
+
+    def body(start: Any, repeated: Any, ys: list[jax.Array]) -> list[jax.Array]:
+        x_panel = take_rows(x, start, panel, axis=1)
+        if rows % panel:
+            x_panel = jnp.where(jnp.arange(panel) >= repeated, x_panel, 0)
+        part = product(x_panel, take_rows(codes, start, panel), take_rows(scale, start, panel))
+        return [y + p for y, p in zip(ys, part, strict=True)]
+
+    zeros = zeros_like_in((x.shape[0], positions(codes)), x.dtype, x)
+    ys = for_panels(rows, panel, body, [zeros] * parts)
+    return weave_columns(ys, cols)

@@ -1,0 +1,15 @@
+"""Sizes of the tiled path, found by measurement (benchmarks/arrays.py)."""
+
+from __future__ import annotations
+
+from ..problem import Problem
+
+# Decoded bytes one panel may take: much less than a dense matrix, enough to make the cost of a loop step small.
+_PANEL_BYTES = 8 << 20
+_SMALLEST, _LARGEST = 32, 4096
+
+
+def panel_rows(problem: Problem) -> int:
+    """Rows per panel: the power of two that fits the budget."""
+    fitting = _PANEL_BYTES // (problem.compute_dtype.itemsize * max(problem.cols, 1))
+    return min(max(1 << max(fitting.bit_length() - 1, 0), _SMALLEST), _LARGEST)

@@ -1,0 +1,104 @@
+"""Random packed matrices for the tests of the compute layer, encoded by numpy alone.
+
+Each case knows its dense matrix in float64, so that nothing is compared with code under test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from eformer.ops.quantization._kernels import qmatmul
+
+FORMATS = ("nf4", "int8", "ternary", "binary")
+FORMS = ("dot", "axpy")
+SCALES = {"nf4": ("block",), "int8": ("row", "column", "full", "one")}
+SCALES |= dict.fromkeys(("ternary", "binary"), ("row", "column", "full", "one", "none"))
+
+_NF4 = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A packed matrix (or a batch of them), and what it stands for."""
+
+    fmt: str
+    cols: int
+    codes: np.ndarray
+    scale: Any
+    dense: np.ndarray  # float64, (batch..., rows, cols)
+
+    def product(self, x: Any, form: str = "dot", *, codes: Any = None, scale: Any = None, **options: Any) -> Any:
+        codes = self.codes if codes is None else codes
+        scale = self.scale if scale is None else scale
+        return qmatmul(x, codes, scale, fmt=self.fmt, form=form, cols=self.cols, **options)
+
+    def expected(self, x: Any, form: str = "dot") -> np.ndarray:
+        wide = np.asarray(x, np.float64)
+        return wide @ (self.dense.swapaxes(-1, -2) if form == "dot" else self.dense)
+
+
+def make_case(
+    rng: np.random.Generator,
+    fmt: str,
+    rows: int,
+    cols: int,
+    *,
+    block: int = 64,
+    scale: str | None = None,
+    batch: tuple[int, ...] = (),
+    scale_dtype: Any = np.float32,
+) -> Case:
+    if fmt == "nf4":
+        return _nf4(rng, rows, cols, block, batch, scale_dtype)
+    if fmt == "int8":
+        codes = rng.integers(-127, 128, (*batch, rows, cols)).astype(np.int8)
+        values = codes.astype(np.float64)
+    else:
+        codes, values = _packed(rng, fmt, rows, cols, batch)
+    factors = _scale(rng, scale or "row", rows, cols, batch, scale_dtype)
+    dense = values if factors is None else values * factors.astype(np.float64)
+    return Case(fmt, cols, codes, factors, dense)
+
+
+def _nf4(rng: np.random.Generator, rows: int, cols: int, block: int, batch: tuple[int, ...], dtype: Any) -> Case:
+    blocks = math.ceil(cols / block)
+    numbers = rng.integers(0, 16, (*batch, rows, blocks * block))
+    numbers[..., cols:] = 7  # padding decodes to zero
+    codes = (numbers[..., 0::2] << 4 | numbers[..., 1::2]).astype(np.uint8)
+    absmax = rng.uniform(0.5, 2.0, (*batch, rows, blocks)).astype(dtype)
+    dense = (_NF4[numbers] * np.repeat(absmax.astype(np.float64), block, axis=-1))[..., :cols]
+    return Case("nf4", cols, codes.reshape(*batch, rows, blocks, block // 2), absmax, dense)
+
+
+def _packed(rng: np.random.Generator, fmt: str, rows: int, cols: int, batch: tuple[int, ...]) -> tuple[Any, Any]:
+    count, bits = (4, 2) if fmt == "ternary" else (8, 1)
+    groups = math.ceil(cols / count)
+    raw = rng.integers(0, 3 if fmt == "ternary" else 2, (*batch, rows, groups, count))
+    codes = (raw << (np.arange(count - 1, -1, -1) * bits)).sum(-1).astype(np.uint8)
+    values = raw.reshape(*batch, rows, groups * count)[..., :cols].astype(np.float64)
+    return codes, values - 1 if fmt == "ternary" else 2 * values - 1
+
+
+def _scale(rng: np.random.Generator, kind: str, rows: int, cols: int, batch: tuple[int, ...], dtype: Any) -> Any:
+    if kind == "none":
+        return None
+    shape = {"row": (rows, 1), "column": (1, cols), "full": (rows, cols), "one": (1, 1)}[kind]
+    return rng.uniform(0.5, 2.0, (*batch, *shape)).astype(dtype)
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """Largest deviation, relative to the largest expected value."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    if expected.size == 0:
+        return 0.0
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    return float(np.abs(found.astype(wide) - expected).max() / max(np.abs(expected).max(), 1e-30))
