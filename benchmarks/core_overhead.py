@@ -7,7 +7,7 @@ JAX does. The arithmetic is therefore identical, and whatever exceeds 1 is Pytho
 
 Each round times both sides back to back, in alternating order, so that a busy machine slows both alike. A figure is the
 median over rounds of ours / plain; the spread is the quartiles of that ratio. Eager calls and tracing are Python on one
-thread: their clock is the CPU time of the process, which other processes do not disturb. A compiled program uses several
+thread: their clock is the CPU time of the process, which other processes do not disturb. A compiled program has several
 threads, so warm calls are timed by the wall clock, each alone: most samples then escape the scheduler.
 """
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jaxlib.xla_client
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -222,8 +221,12 @@ def user_location() -> tuple[str, int]:
         frame = _source_info.user_frame(traceback) if traceback is not None else None
         if frame is not None:
             return frame.file_name, frame.start_line
-    frame = _source_info.user_frame(jaxlib.xla_client.Traceback.get_traceback())
-    return ("<unknown>", 0) if frame is None else (frame.file_name, frame.start_line)
+    running = sys._getframe(1)  # JAX cuts its own tracebacks at the function being traced
+    while running is not None:
+        if _source_info.is_user_filename(running.f_code.co_filename):
+            return running.f_code.co_filename, running.f_lineno
+        running = running.f_back
+    return "<unknown>", 0
 
 
 _OPERATOR_MODULE = "jax._src.numpy.array_methods"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.jaximus import ImplicitArray, aux_field, implicit, register
+from eformer.jaximus import ImplicitArray, implicit, register
 
 from .toys import Block8, Plain, assert_same
 
@@ -32,7 +30,7 @@ def w(q):
     return q.values * q.factor
 
 
-# -- protocol --------------------------------------------------------------------------------------------------------------
+# -- protocol ----------------------------------------------------------------------------------------------------------
 
 
 def test_shape_and_dtype_facts(q):
@@ -118,7 +116,7 @@ def test_astype_returns_a_new_array(q, w):
     assert q.astype(jnp.float32).dtype == jnp.float32
 
 
-# -- operators -------------------------------------------------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------------------------------------------------
 
 BINARY = [
     operator.add,
@@ -152,7 +150,7 @@ EVERY_OTHER = [(op, other) for op in (operator.sub, operator.pow, operator.lt) f
 
 
 @pytest.mark.parametrize(
-    "op, other", dict.fromkeys([*EVERY_OP, *EVERY_OTHER]), ids=lambda p: getattr(p, "__name__", p)
+    ("op", "other"), dict.fromkeys([*EVERY_OP, *EVERY_OTHER]), ids=lambda p: getattr(p, "__name__", p)
 )
 def test_binary_operators_on_both_sides(op, other, q, w):
     y = OTHERS[other](w)
@@ -229,7 +227,14 @@ def test_unary_numpy_ufuncs(ufunc, q, w):
     assert_same(ufunc(q), getattr(jnp, ufunc.__name__)(w))
 
 
-# -- methods ---------------------------------------------------------------------------------------------------------------
+def test_numpy_ufuncs_with_options_give_numpy_arrays(q, w):
+    np.testing.assert_allclose(np.add.reduce(q, axis=0), np.add.reduce(np.asarray(w), axis=0))
+    out = np.zeros((4, 6), np.float32)
+    np.testing.assert_allclose(np.add(q, 1, out=out), w + 1)
+    np.testing.assert_allclose(out, w + 1)
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
 
 METHODS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("all", (), {}),
@@ -273,7 +278,7 @@ METHODS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("name, args, kwargs", METHODS, ids=[f"{i}-{m[0]}" for i, m in enumerate(METHODS)])
+@pytest.mark.parametrize(("name", "args", "kwargs"), METHODS, ids=[f"{i}-{m[0]}" for i, m in enumerate(METHODS)])
 def test_methods_agree_with_the_dense_array(name, args, kwargs, q, w):
     assert_same(getattr(q, name)(*args, **kwargs), getattr(w, name)(*args, **kwargs))
 
@@ -326,57 +331,6 @@ def test_at_reads_and_updates(q, w):
     assert_same(q.at[0].apply(jnp.exp), w.at[0].apply(jnp.exp))
 
 
-# -- copying ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "clone",
-    [copy.copy, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q)), dataclasses.replace],
-    ids=["copy", "deepcopy", "pickle", "replace"],
-)
-def test_clones_are_equal_and_usable(clone, q, w):
-    q.shape  # fill the caches first
-    jax.tree.leaves(q)
-    other = clone(q)
-    assert type(other) is Plain
-    assert jax.tree.structure(other) == jax.tree.structure(q)
-    assert_same(other @ w.T, w @ w.T)
-    nested = clone(Block8.quantize(jnp.ones((8, 2))))
-    assert nested.shape == (8, 2)
-
-
-def test_replace_follows_the_new_children(q):
-    wider = dataclasses.replace(q, values=jnp.ones((2, 3)), factor=jnp.ones((2, 3)))
-    assert wider.shape == (2, 3)
-    assert q.shape == (4, 6)
-
-
-def test_frozen_classes_refuse_assignment(q):
-    @dataclasses.dataclass
-    class Frozen(ImplicitArray, frozen=True):
-        values: jax.Array
-        step: int = aux_field(default=1)
-
-        def materialize(self):
-            return self.values * self.step
-
-    q = Frozen(jnp.ones(3), 2)
-    for name in ("values", "step", "other"):
-        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
-            setattr(q, name, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        del q.values
-    assert_same(dataclasses.replace(q, step=5), jnp.full(3, 5.0))
-    assert_same(jax.jit(lambda q: q * 1.0)(q), jnp.full(3, 2.0))
-
-
-def test_assignment_on_a_plain_class_refreshes_the_shape(q):
-    assert q.shape == (4, 6)
-    q.values, q.factor = jnp.ones((2, 2)), jnp.ones((2, 2))
-    assert q.shape == (2, 2)
-    assert_same(q, jnp.ones((2, 2)))
-
-
 def test_operators_dispatch_without_a_wrapper():
     @dataclasses.dataclass
     class Counted(ImplicitArray):
@@ -425,7 +379,8 @@ def test_x64_in_a_fresh_process():
         assert ints.dtype == np.int64 and int(ints.sum()) == 3 * 2**40
         c = Const(0.1, shape=(2,), dtype=np.float64)
         assert np.asarray(c)[0] == 0.1
-        np.testing.assert_array_equal(jax.grad(lambda v: (Plain(v, q.factor) ** 2).sum())(q.values), 2 * 0.1 * (0.1 * q.values))
+        g = jax.grad(lambda v: (Plain(v, q.factor) ** 2).sum())(q.values)
+        np.testing.assert_allclose(g, 0.02 * q.values, rtol=1e-14)
     """
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr

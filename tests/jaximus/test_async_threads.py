@@ -32,7 +32,7 @@ def test_the_probe_tells_inside_from_outside(q):
     assert not dispatching(q)
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------------
+# -- threads -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_block_is_local_to_its_thread(q):
@@ -83,7 +83,7 @@ def test_policies_are_local_to_a_thread():
         assert_same(pool.submit(lambda: implicit(jnp.sin)(q)).result(), jnp.sin(jnp.ones(3)))
 
 
-# -- asyncio ---------------------------------------------------------------------------------------------------------------
+# -- asyncio -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_that_leaves_its_block_before_the_other(q):
@@ -158,7 +158,7 @@ def test_a_cancelled_task_cleans_up(q):
     assert not dispatching(q)
 
 
-# -- coroutine and generator functions ---------------------------------------------------------------------------------------
+# -- coroutine and generator functions ---------------------------------------------------------------------------------
 
 
 def test_decorated_coroutines(q):

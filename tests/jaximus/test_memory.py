@@ -48,7 +48,9 @@ def test_a_scan_needs_the_same_room_for_any_number_of_layers(compose, kind):
 
 
 @pytest.mark.parametrize("kind", ["handlers", "no handlers"])
-@pytest.mark.parametrize("compose", [lambda f: jax.grad(implicit(f)), lambda f: implicit(jax.grad(f))], ids=["out", "in"])
+@pytest.mark.parametrize(
+    "compose", [lambda f: jax.grad(implicit(f)), lambda f: implicit(jax.grad(f))], ids=["out", "in"]
+)
 def test_the_gradient_of_a_scan_saves_activations_only(compose, kind):
     few, many = (temp_bytes(compose(remat_forward), layers, kind) for layers in (4, 32))
     activations = 2 * N * 4

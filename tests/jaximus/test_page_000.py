@@ -105,7 +105,7 @@ def test_register_takes_precedence_by_keyword_only():
     assert inspect.signature(register).parameters["precedence"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-# -- the examples; functions the page leaves undefined are defined here ----------------------------------------------------
+# -- the examples; functions the page leaves undefined are defined here ------------------------------------------------
 
 CALLED: list[str] = []
 
@@ -268,9 +268,5 @@ def test_default_and_materialize_handlers_bind(weight):
     out = imus.default_handler(jax.lax.add_p, weight, weight)
     np.testing.assert_array_equal(out, weight + weight)
     params = {"accuracy": None}
-    np.testing.assert_array_equal(
-        imus.materialize_handler(jax.lax.exp_p, q, params=params), jnp.exp(q.materialize())
-    )
-    np.testing.assert_array_equal(
-        ArrayNF4.default_handler(jax.lax.exp_p, q, params=params), jnp.exp(q.materialize())
-    )
+    np.testing.assert_array_equal(imus.materialize_handler(jax.lax.exp_p, q, params=params), jnp.exp(q.materialize()))
+    np.testing.assert_array_equal(ArrayNF4.default_handler(jax.lax.exp_p, q, params=params), jnp.exp(q.materialize()))

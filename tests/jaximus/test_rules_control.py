@@ -8,7 +8,18 @@ import pytest
 
 from eformer.jaximus import implicit, register
 
-from .toys import Block8, FlatCodes, Plain, Transposed, assert_dispatched, assert_no_stack, assert_same, dense, dots, forget
+from .toys import (
+    Block8,
+    FlatCodes,
+    Plain,
+    Transposed,
+    assert_dispatched,
+    assert_no_stack,
+    assert_same,
+    dense,
+    dots,
+    forget,
+)
 
 LAYERS = 3
 
@@ -43,7 +54,7 @@ def both(f, *implicit_args):
     return [implicit(f)(*implicit_args), implicit(jax.jit(f))(*implicit_args), jax.jit(implicit(f))(*implicit_args)]
 
 
-# -- scan ------------------------------------------------------------------------------------------------------------------
+# -- scan --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}], ids=str)
@@ -64,7 +75,12 @@ def test_scan_gradients(stack, ws, x):
     def f(x, ws):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0].sum()
 
-    for g in (jax.grad(implicit(f)), implicit(jax.grad(f)), jax.jit(jax.grad(f)), implicit(jax.grad(jax.checkpoint(f)))):
+    for g in (
+        jax.grad(implicit(f)),
+        implicit(jax.grad(f)),
+        jax.jit(jax.grad(f)),
+        implicit(jax.grad(jax.checkpoint(f))),
+    ):
         assert_same(g(x, stack), jax.grad(f)(x, ws), rtol=1e-4)
 
 
@@ -163,12 +179,14 @@ def test_handlers_for_scan(q):
     assert seen == [4]
 
 
-# -- while and fori ------------------------------------------------------------------------------------------------------------
+# -- while and fori ----------------------------------------------------------------------------------------------------
 
 
 def test_while_with_an_implicit_carry_and_condition(q, w):
     def f(w):
-        return jax.lax.while_loop(lambda c: c[0] * 0 + c[1].sum() * 0 + c[0] < 3, lambda c: (c[0] + 1, c[1] * 2.0), (0.0, w))
+        return jax.lax.while_loop(
+            lambda c: c[0] * 0 + c[1].sum() * 0 + c[0] < 3, lambda c: (c[0] + 1, c[1] * 2.0), (0.0, w)
+        )
 
     for n, out in both(f, q):
         assert float(n) == 3
@@ -205,7 +223,7 @@ def test_fori_loops(q, w, x):
     assert_same(bounded(jnp.int32(2), x, q), x @ w @ w, rtol=1e-4)
 
 
-# -- cond and switch -------------------------------------------------------------------------------------------------------------
+# -- cond and switch ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pick", [True, False])
@@ -250,7 +268,7 @@ def test_cond_under_grad_and_vmap(q, w, x):
     assert_same(implicit(jax.vmap(f, (0, None)))(x, q), jax.vmap(f, (0, None))(x, w), rtol=1e-4)
 
 
-# -- map and associative_scan --------------------------------------------------------------------------------------------------------
+# -- map and associative_scan ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])

@@ -82,7 +82,13 @@ def test_integers_and_mixed_trees(x):
 def test_transformations(x):
     f = lambda x: (quantized(x) ** 2).sum()  # noqa: E731
     want = 2 * jnp.asarray(dense(Block8.quantize(x)))
-    for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.checkpoint(f)), jax.grad(implicit(f)), implicit(jax.grad(f))):
+    for g in (
+        jax.grad(f),
+        jax.jit(jax.grad(f)),
+        jax.grad(jax.checkpoint(f)),
+        jax.grad(implicit(f)),
+        implicit(jax.grad(f)),
+    ):
         assert_same(g(x), want)
     batch = jnp.stack([x, 2 * x])
     assert_same(jax.vmap(jax.grad(f))(batch)[0], want)

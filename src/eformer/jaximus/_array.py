@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from .. import _errors as errors
 from .. import _jax_compat as compat
 from . import _aval, _fallback
 from ._box import box
-from ._fields import AUX, layout
+from ._fields import AUX, DECLARED, layout, replaceable_fields
 from ._operators import ArrayOperators
 
 _CACHES = ("_known", "_aval", "_aux")
@@ -45,6 +46,14 @@ class _Derived:
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self.slot] = value
+
+
+class _InitSignature:
+    """`inspect.signature` of a subclass: that of its `__init__`, which `__new__` would hide."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class _JaxArrayProtocol:
@@ -105,6 +114,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     shape = _Derived(_aval.shape_of)
     dtype = _Derived(_aval.dtype_of)
     __jax_array__ = _JaxArrayProtocol()
+    __signature__ = _InitSignature()
 
     def __init_subclass__(
         cls,
@@ -122,6 +132,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         for name in ("__eq__", "__repr__"):  # `@dataclass` would put field-wise versions here
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(cls, name))
+        for name in DECLARED:
+            _make_keyword_only(cls, name)
         cls.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue]
         if "materialize" in cls.__dict__:
             setattr(cls, "materialize", _fallback.instrumented(cls.__dict__["materialize"]))  # noqa: B010
@@ -206,6 +218,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         aux, state["_shape"], state["_dtype"], state["_ranks"] = aux_data
         state.update(zip(fields.aux, aux, strict=True))
         state["_aux"] = aux_data
+        state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))
         state["_settled"] = state["_sealed"] = True
         return self
 
@@ -261,6 +274,17 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     def _storage(self) -> str:
         """How the storage is described in `repr`."""
         return f"{self.nbytes:,} bytes"
+
+
+def _make_keyword_only(cls: type, name: str) -> None:
+    """A subclass may declare `shape` or `dtype` with a default of its own; it must not come before other fields."""
+    default = cls.__dict__.get(name, dataclasses.MISSING)
+    if name not in inspect.get_annotations(cls) or default is dataclasses.MISSING:
+        return
+    if not isinstance(default, dataclasses.Field):
+        setattr(cls, name, dataclasses.field(default=default, kw_only=True))
+    elif default.kw_only is dataclasses.MISSING:
+        default.kw_only = True
 
 
 def _canonical_dtype(dtype: Any) -> Any:

@@ -118,6 +118,7 @@ def settle(q: Any) -> None:
         state["_dtype"] = state["_dtype"] if keep[1] else None
     state["_ranks"] = None if q.core_ndim is not None and not keep[0] else _ranks(q)
     state["__dataclass_fields__"] = replaceable_fields(type(q), keep)
+    state.pop("_aux", None)  # deciding looked at the structure, which has changed since
 
 
 def _ranks(q: Any) -> tuple[int, ...] | None:
@@ -156,7 +157,8 @@ def _try_without(q: Any, shape: Any, dtype: Any) -> tuple[bool, bool]:
 def _copy_declaring(q: Any, shape: Any, dtype: Any) -> Any:
     copy = object.__new__(type(q))
     copy.__dict__.update(q.__dict__, _shape=shape, _dtype=dtype, _ranks=None, _settled=True)
-    copy.__dict__.pop("_known", None)
+    for cache in ("_known", "_aux"):
+        copy.__dict__.pop(cache, None)
     return copy
 
 

@@ -56,29 +56,43 @@ class ArrayOperators:
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
     def __bool__(self) -> bool:
-        return bool(self._scalar())
+        return bool(self._number())
 
     def __int__(self) -> int:
-        return int(self._scalar())
+        return int(self._number())
+
+    def __index__(self) -> int:
+        return operator.index(self._number())
 
     def __float__(self) -> float:
-        return float(self._scalar())
+        return float(self._number())
 
     def __complex__(self) -> complex:
-        return complex(self._scalar())
+        return complex(self._number())
 
-    def _scalar(self) -> Any:
-        return apply(lambda q: q.reshape(q.shape) + 0, self)
+    def _number(self) -> Any:
+        """The dense array, which knows how to become a number, or why it cannot."""
+        dense: Any = self
+        while isinstance(dense, ArrayOperators):
+            dense = dense.materialize()
+        return dense
 
     def __round__(self, digits: int = 0) -> Any:
         return apply(lambda q: jnp.round(q, digits), self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         function = getattr(jnp, ufunc.__name__, None)
-        if method != "__call__" or kwargs or function is None:
-            return NotImplemented
-        return apply(function, *inputs)
+        if method == "__call__" and not kwargs and function is not None:
+            return apply(function, *inputs)
+        # reductions, accumulations, out=: as numpy does them, on the dense arrays
+        dense = [i.__array__() if isinstance(i, ArrayOperators) else i for i in inputs]
+        return getattr(ufunc, method)(*dense, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
 
 
 class _At:

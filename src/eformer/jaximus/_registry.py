@@ -120,7 +120,7 @@ class Registry:
 
 
 def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Handler]) -> Handler | None:
-    best = [h for h in matching if not any(other.signature < h.signature for other in matching)]
+    best = [h for h in matching if not any(_more_specific(other, h) for other in matching)]
     if len(best) > 1:  # precedence only decides between handlers neither of which is more specific
         highest = max(h.signature.precedence for h in best)
         best = [h for h in best if h.signature.precedence == highest]
@@ -129,6 +129,10 @@ def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Ha
         shown = ", ".join(t.__name__ for t in operand_types)
         raise AmbiguousHandlerError(errors.AMBIGUOUS.format(primitive=name, types=shown, candidates=candidates))
     return best[0] if best else None
+
+
+def _more_specific(a: Handler, b: Handler) -> bool:
+    return a.signature <= b.signature and not b.signature <= a.signature
 
 
 registry = Registry()

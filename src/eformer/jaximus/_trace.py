@@ -63,11 +63,12 @@ class ImplicitTracer(compat.Tracer):
         return _fallback.dense_for("a value used after its scope", self.value) if self._trace.closed else self
 
     def to_concrete_value(self) -> Any:
-        """`bool(x)`, `x.item()`, boolean masks: as on a plain array, unless a surrounding jit hides the numbers."""
-        if any(isinstance(leaf, compat.Tracer) for leaf in jtu.tree_leaves(self.value)):
-            return None
-        with compat.set_current_trace(self._trace.parent_trace):
-            return _fallback.materialize_on_request(self.value)
+        """`bool(x)`, `x.item()`, boolean masks: as on a plain array, unless a surrounding jit hides the numbers.
+
+        JAX mostly asks only whether there is such a value, so it is the array itself: nothing is computed yet.
+        """
+        hidden = any(isinstance(leaf, compat.Tracer) for leaf in jtu.tree_leaves(self.value))
+        return None if hidden else self.value
 
     def materialize(self) -> Any:
         with compat.set_current_trace(self._trace.parent_trace):
@@ -80,11 +81,11 @@ class ImplicitTracer(compat.Tracer):
 
     def item(self, *args: Any) -> Any:
         concrete = self.to_concrete_value()
-        return super().item(*args) if concrete is None else concrete.item(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().item(*args) if concrete is None else self.materialize().item(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
     def tolist(self) -> Any:
         concrete = self.to_concrete_value()
-        return super().tolist() if concrete is None else concrete.tolist()
+        return super().tolist() if concrete is None else self.materialize().tolist()
 
     @property
     def nbytes(self) -> int:

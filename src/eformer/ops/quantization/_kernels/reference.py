@@ -52,7 +52,7 @@ def decode(codes: jax.Array, scale: jax.Array | None, *, fmt: str, cols: int, dt
     if fmt == "nf4":
         assert scale is not None  # checked with the storage
         values = jnp.asarray(NF4_CODEBOOK, dtype)[unpack(codes, fmt)] * scale[..., None].astype(dtype)
-        return values.reshape(*codes.shape[:-2], -1)[..., :cols]
+        return values.reshape(*codes.shape[:-2], values.shape[-2] * values.shape[-1])[..., :cols]
     if fmt == "int8":
         values = codes.astype(dtype)
     elif fmt == "ternary":

@@ -1,8 +1,8 @@
 """M = 1: the products where a decoded panel would be written and read again to use each value once.
 
-Multiplying while decoding adds values up before anything is stored, so what is stored is a fraction of the panel; a small
-product with ones sums the rest. The barriers keep XLA from moving that sum into the decoding loop, which it would then
-not vectorize.
+Multiplying while decoding adds values up before anything is stored, so what is stored is a fraction of the panel; a
+small product with ones sums the rest. The barriers keep XLA from moving that sum into the decoding loop, which it would
+then not vectorize.
 """
 
 from __future__ import annotations
