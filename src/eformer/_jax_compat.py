@@ -82,8 +82,32 @@ def register_tracer_type(cls: type) -> None:
     _core.pytype_aval_mappings[cls] = lambda tracer: tracer.aval
 
 
+_result_avals: dict[Any, list[Any] | None] = {}
+_RESULT_AVALS_LIMIT = 8192
+
+
 def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any] | None:
-    """What the primitive's own shape rule says it returns, or None where it has no such rule."""
+    """Shapes and dtypes the primitive's own rule promises, or None where it has no such rule. Remembered."""
+    if primitive.multiple_results:  # these often carry jaxprs, which a memo would keep alive
+        return _evaluated(primitive, args, params)
+    key = (
+        primitive,
+        tuple([(a.shape, a.dtype) for a in args]),
+        tuple(params.items()),
+        jax.config.read("jax_enable_x64"),
+    )
+    try:
+        return _result_avals[key]
+    except TypeError:  # an unhashable parameter
+        return _evaluated(primitive, args, params)
+    except KeyError:
+        if len(_result_avals) >= _RESULT_AVALS_LIMIT:
+            _result_avals.clear()
+        found = _result_avals[key] = _evaluated(primitive, args, params)
+        return found
+
+
+def _evaluated(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any] | None:
     abstract_eval = getattr(primitive, "abstract_eval", None)
     if abstract_eval is None:
         return None
@@ -130,6 +154,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def inlined_early(inline: Any) -> bool:
+    """Does `jit(inline=...)` ask for inlining while tracing? A plain flag up to 0.10, an enum since."""
+    return inline is True or getattr(inline, "name", "") == "JAX_EARLY"
+
+
+def without_argument_names(debug_info: Any) -> Any:
+    """Debug information for a function whose arguments are no longer those the user named."""
+    return debug_info._replace(arg_names=None)
 
 
 def cotangents_only(out: Any) -> list[Any]:
@@ -214,13 +248,18 @@ class replaying:
         _replays.tracebacks.pop()
 
 
-def user_location() -> tuple[str, int]:
-    """(file, line) of the user's code behind the operation being processed, also when a jaxpr is being replayed."""
+def replayed_location() -> tuple[str, int] | None:
+    """(file, line) the jaxpr being replayed remembers for the operation being processed, or None."""
     here = _source_info._source_info_context.context.traceback
     for traceback in (here, *reversed(_replays.tracebacks)):
         frame = _source_info.user_frame(traceback) if traceback is not None else None
         if frame is not None:
             return frame.file_name, frame.start_line
+    return None
+
+
+def calling_location() -> tuple[str, int]:
+    """(file, line) of the user's code that is running."""
     running = sys._getframe(1)  # JAX cuts its own tracebacks at the function being traced
     while running is not None:
         if _source_info.is_user_filename(running.f_code.co_filename):
@@ -245,6 +284,11 @@ def read_by_array_operator(depth: int = 2) -> bool:
 def read_by_array_constructor(depth: int = 2) -> bool:
     """Is an attribute being read by jnp.asarray or jnp.array, that is, was a dense array asked for by name?"""
     return sys._getframe(depth).f_globals.get("__name__") == _CONSTRUCTOR_MODULE
+
+
+def read_as_opaque_state(depth: int = 2) -> bool:
+    """Is the identity of a trace being read by a library that guards its mutable objects with it (Flax NNX)?"""
+    return sys._getframe(depth).f_code.co_name == "get_opaque_trace_state"
 
 
 # -- names of primitives -----------------------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ class Block8(ImplicitArray):
     @classmethod
     def quantize(cls, weights: jax.Array, block: int = 8) -> Block8:
         *batch, rows, columns = weights.shape
+        block = block if rows % block == 0 else rows
         groups = weights.reshape(*batch, rows // block, block, columns)
         scale = jnp.maximum(jnp.abs(groups).max(-2), 1e-8) / 127
         codes = jnp.round(groups / scale[..., None, :]).astype(jnp.int8)

@@ -65,7 +65,7 @@ class _JaxArrayProtocol:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None or compat.read_by_array_operator():
             return None
-        if compat.read_by_array_constructor():
+        if compat.read_by_array_constructor() and compat.is_eval_trace(compat.current_trace()):
             return functools.partial(_fallback.materialize_on_request, instance)
         return functools.partial(box, instance)
 
@@ -155,15 +155,23 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
                     field=name, name=type(self).__name__, value=value, kind=type(value).__name__
                 )
                 raise errors.InvalidImplicitArrayError(message)
+        _aval.require_hashable(self)
         _aval.settle(self)
         self.__dict__["_sealed"] = True
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        state = self.__dict__
-        if self._frozen and "_sealed" in state:
+    def _refuse_if_sealed(self, what: str, name: str) -> None:
+        if self._frozen and "_sealed" in self.__dict__:
             raise dataclasses.FrozenInstanceError(
-                f"cannot assign {name!r}: {type(self).__name__} is immutable; use dataclasses.replace(x, {name}=...)"
+                f"cannot {what} {name!r}: {type(self).__name__} is immutable; use dataclasses.replace(x, {name}=...)"
             )
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_if_sealed("delete", name)
+        object.__delattr__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse_if_sealed("assign", name)
+        state = self.__dict__
         for cache in _CACHES:
             state.pop(cache, None)
         state.pop("_settled", None)
@@ -186,11 +194,11 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     def compute_shape(self) -> Sequence[int] | None:
         """The logical shape, from the children alone; None lets it be derived from `materialize`."""
-        return self.default_shape
+        return None
 
     def compute_dtype(self) -> Any:
         """The logical dtype, from the children alone; None lets it be derived from `materialize`."""
-        return self.default_dtype
+        return None
 
     def child_specs(self, spec: Any) -> Any:
         """Map a PartitionSpec of the logical array to one per child (a pytree like self), or None if that cannot be."""

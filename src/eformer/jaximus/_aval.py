@@ -80,13 +80,12 @@ def _bad_child_message(q: Any) -> str:
     return f"{type(q).__name__} holds a child that is not an array."
 
 
-def _hashable_key(q: Any, treedef: Any, keys: Any) -> Any:
-    key = (treedef, keys)
+def require_hashable(q: Any) -> None:
+    """Static data is part of compilation keys."""
     try:
-        hash(key)
+        hash(layout(type(q)).get_aux(q))
     except TypeError as err:
         raise errors.InvalidImplicitArrayError(_unhashable_message(q)) from err
-    return key
 
 
 def _unhashable_message(q: Any) -> str:
@@ -108,6 +107,9 @@ def settle(q: Any) -> None:
     state = q.__dict__
     state["_settled"] = True
     keep = (False, False)
+    for slot, default in (("_shape", q.default_shape), ("_dtype", q.default_dtype)):
+        if default is not None and state.get(slot) is None:
+            state[slot] = tuple(default) if slot == "_shape" else np.dtype(default)
     if q._remembers is not None:
         keep = q._remembers
         _compare(q, "shape", None if keep[0] else state.get("_shape"), q.compute_shape())
@@ -132,7 +134,7 @@ def _what_to_keep(q: Any) -> tuple[bool, bool]:
     leaves = jtu.tree_leaves(layout(type(q)).get_children(q))
     if any(leaf_key(leaf) is None for leaf in leaves):
         return shape is not None, dtype is not None  # placeholders: nothing can be checked
-    key = _hashable_key(q, jtu.tree_structure(q), tuple(map(leaf_key, leaves)))
+    key = (jtu.tree_structure(q), tuple(map(leaf_key, leaves)))
     if key not in _settled:
         _bound(_settled)[key] = _try_without(q, shape, dtype)
     return _settled[key]
@@ -180,7 +182,7 @@ def shape_and_dtype(q: Any) -> tuple[tuple[int, ...], Any]:
     known = q.__dict__.get("_known")
     if known is None:
         leaves, treedef = jtu.tree_flatten(q)
-        key = _hashable_key(q, treedef, _keys_of(q, leaves))
+        key = (treedef, _keys_of(q, leaves))
         known = _memo.get(key)
         if known is None:
             if key in _state.keys:
@@ -205,7 +207,7 @@ def dtype_of(q: Any) -> Any:
 def _while_deriving(q: Any, what: str, index: int) -> Any:
     """`materialize` reads self.shape or self.dtype while we call it to learn them: only declarations can answer."""
     leaves, treedef = jtu.tree_flatten(q)
-    if _hashable_key(q, treedef, _keys_of(q, leaves)) not in _state.keys:
+    if (treedef, _keys_of(q, leaves)) not in _state.keys:
         return shape_and_dtype(q)[index]
     return _declared(q, what)
 
@@ -268,7 +270,7 @@ def abstract_materialize(q: Any, key: Any = None) -> Any:
     """The shape and dtype `materialize` would give, without computing anything."""
     leaves, treedef = jtu.tree_flatten(q)
     if key is None:
-        key = _hashable_key(q, treedef, _keys_of(q, leaves))
+        key = (treedef, _keys_of(q, leaves))
 
     def run(*leaves: Any) -> Any:
         out = jtu.tree_unflatten(treedef, leaves)
@@ -277,7 +279,12 @@ def abstract_materialize(q: Any, key: Any = None) -> Any:
         return out
 
     with _abstractly(key), explained(q):
-        return jax.eval_shape(run, *map(_struct, leaves))
+        out = jax.eval_shape(run, *map(_struct, leaves))
+    if not hasattr(out, "shape"):
+        raise errors.InvalidImplicitArrayError(
+            f"{type(q).__name__}.materialize() must return one array, got {type(out).__name__}: {out!r}"
+        )
+    return out
 
 
 @contextlib.contextmanager
@@ -287,7 +294,7 @@ def explained(q: Any) -> Iterator[None]:
     TypeError and ValueError, which JAX raises for children that do not fit together, keep their type and get a note;
     anything else becomes a MaterializationError, chained to the cause.
     """
-    passed_on = (errors.UninitializedAval, errors.MaterializationError, errors.InvalidImplicitArrayError)
+    passed_on = (errors.UninitializedAval, errors.MaterializationError, errors.InvalidImplicitArrayError, Warning)
     try:
         yield
     except (*passed_on, KeyboardInterrupt, GeneratorExit, SystemExit):

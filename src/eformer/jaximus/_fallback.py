@@ -29,6 +29,7 @@ class _State(threading.local):
     primitive: Any = None  # whose operands are being handled
     materializing: Any = None  # the array inside whose materialize() we are
     requested: bool = False  # a dense array was asked for by name
+    notices: list[Any] | None = None  # where to keep what concerns whoever calls the code being traced
 
 
 _state = _State()
@@ -57,15 +58,20 @@ def fresh_trace(token: object) -> contextlib.AbstractContextManager[Any]:
     return _context((None if _context.value is None else _context.value[0], token))
 
 
-@contextlib.contextmanager
-def handling(primitive: Any) -> Iterator[None]:
-    """Materializations in this block happen on behalf of `primitive`."""
-    before = _state.primitive, _state.requested
-    _state.primitive, _state.requested = primitive, False
-    try:
-        yield
-    finally:
-        _state.primitive, _state.requested = before
+class handling:
+    """A block in which materializations happen on behalf of `primitive`. On the hot path, hence no generator."""
+
+    __slots__ = ("before", "primitive")
+
+    def __init__(self, primitive: Any):
+        self.primitive = primitive
+
+    def __enter__(self) -> None:
+        self.before = _state.primitive, _state.requested
+        _state.primitive, _state.requested = self.primitive, False
+
+    def __exit__(self, *exc: object) -> None:
+        _state.primitive, _state.requested = self.before
 
 
 def _notice(q: Any) -> None:
@@ -75,7 +81,8 @@ def _notice(q: Any) -> None:
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
         return
-    where = compat.user_location()
+    replayed = compat.replayed_location()
+    where = replayed or compat.calling_location()
     facts = {
         "array": repr(q),
         "type": type(q).__name__,
@@ -87,10 +94,33 @@ def _notice(q: Any) -> None:
     if policy == "error":
         raise errors.MaterializationError(errors.REFUSED.format(**facts))
     if warn:
-        _warn_once((type(q), facts["primitive"], *where), errors.WARNED.format(**facts), where)
+        kind, primitive, message = type(q), facts["primitive"], errors.WARNED.format(**facts)
+        if replayed is None and _state.notices is not None:
+            _state.notices.append((kind, primitive, message))
+        _warn_once(kind, primitive, message, where)
 
 
-def _warn_once(key: tuple[Any, ...], message: str, where: tuple[str, int]) -> None:
+@contextlib.contextmanager
+def collecting_notices(notices: list[Any]) -> Iterator[None]:
+    """A block whose code will be compiled and then called from other places, each of which is to be warned once."""
+    before, _state.notices = _state.notices, notices
+    try:
+        yield
+    finally:
+        _state.notices = before
+
+
+def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
+    """Warn the code that is running about what was noticed, for these types, when the function it calls was traced."""
+    if policy_in_force() == "warn":
+        where = compat.replayed_location() or compat.calling_location()
+        for kind, primitive, message in tuple(notices):
+            if kind in types:
+                _warn_once(kind, primitive, message, where)
+
+
+def _warn_once(kind: type, primitive: str, message: str, where: tuple[str, int]) -> None:
+    key = kind, primitive, *where
     if key not in _warned:
         warnings.warn_explicit(message, errors.MaterializationWarning, *where)
         _warned.add(key)

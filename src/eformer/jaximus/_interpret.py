@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
+import sys
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
 from .. import _jax_compat as compat
-from ._trace import ImplicitTrace, is_implicit
+from ._trace import ImplicitTrace, is_implicit, open_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,40 +23,43 @@ class Implicit:
     """Operations on implicit arrays dispatch to their handlers inside.
 
     Use it as a decorator or a wrapper (`implicit(f)`), or as a block (`with implicit:`). Blocks nest, end properly on
-    exceptions, and are local to a thread. A coroutine or generator function keeps dispatch to its own steps.
+    exceptions, and belong to the thread and the asyncio task that entered them. A coroutine or generator function keeps
+    dispatch to its own steps.
     """
-
-    def __init__(self) -> None:
-        self._entered = threading.local()
 
     def __call__(self, fn: F) -> F:
         """`fn` with dispatch on: same signature, name and documentation."""
-        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
-            return _stepwise(fn)
+        if inspect.iscoroutinefunction(fn):
+            return _coroutine(fn)
+        if inspect.isasyncgenfunction(fn):
+            return _async_generator(fn)
+        if inspect.isgeneratorfunction(fn):
+            return _generator(fn)
 
         @functools.wraps(fn)
         def with_dispatch(*args: Any, **kwargs: Any) -> Any:
-            leaves, treedef = jtu.tree_flatten((args, kwargs), is_leaf=is_implicit)
+            leaves, treedef = jtu.tree_flatten((args, kwargs), is_leaf=_is_whole)
             trace = ImplicitTrace(compat.current_trace(), compat.TraceTag())
-            # Unflatten under the new trace: Flax NNX variables check the current trace when they are rebuilt.
             with compat.set_current_trace(trace):
                 args, kwargs = jtu.tree_unflatten(treedef, [trace.wrap(leaf) for leaf in leaves])
                 out = fn(*args, **kwargs)
             trace.closed = True
-            return jtu.tree_map(trace.unwrap, out, is_leaf=is_implicit)
+            return jtu.tree_map(trace.unwrap, out, is_leaf=_is_whole)
 
         return with_dispatch  # pyright: ignore[reportReturnType]
 
     def __enter__(self) -> Implicit:
-        trace = ImplicitTrace(compat.current_trace(), _BLOCK_TAG)
+        trace = ImplicitTrace(compat.current_trace(), _BLOCK_TAG, is_block=True)
+        open_blocks.set((*open_blocks.get(), trace))
         compat.install_trace(trace)
-        self._entered.__dict__.setdefault("traces", []).append(trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # Coroutines and generators on one thread may leave in another order than they entered. A closed trace passes
+        # Tasks and generators on one thread may leave in another order than they entered. A closed block passes
         # everything on, so it is enough to close ours and to uncover the innermost open one.
-        self._entered.traces.pop().closed = True
+        *others, trace = open_blocks.get()
+        open_blocks.set(tuple(others))
+        trace.closed = True
         current = compat.current_trace()
         while isinstance(current, ImplicitTrace) and current.closed:
             current = current.parent_trace
@@ -69,44 +72,84 @@ class Implicit:
 implicit = use_implicit = Implicit()
 
 
-def _stepwise(fn: Any) -> Any:
-    """A coroutine or generator function whose steps, and only they, run with dispatch."""
+def _is_whole(x: Any) -> bool:
+    """Is this handed over as it is? Implicit arrays are; so are the mutable modules and variables of Flax NNX, of which
+    a copy would swallow every update. The arrays inside those enter when an operation meets them."""
+    return is_implicit(x) or isinstance(x, _nnx_references())
 
-    def steps(inner: Any) -> Generator[Any, Any, Any]:
-        trace, send, value = ImplicitTrace(compat.current_trace(), _BLOCK_TAG), inner.send, None
-        while True:
-            trace.parent_trace = compat.current_trace()
-            try:
-                with compat.set_current_trace(trace):
-                    yielded = send(value)
-            except StopIteration as stop:
-                trace.closed = True
-                return jtu.tree_map(trace.unwrap, stop.value, is_leaf=is_implicit)
-            try:
-                value, send = (yield jtu.tree_map(trace.unwrap, yielded, is_leaf=is_implicit)), inner.send
-            except GeneratorExit:
+
+def _nnx_references() -> tuple[type, ...]:
+    nnx = sys.modules.get("flax.nnx")
+    return () if nnx is None else (nnx.Module, nnx.Variable)
+
+
+# -- functions that run in steps: dispatch is on during each step, and off while they are suspended --------------------
+
+
+def _unwrapped(trace: ImplicitTrace, tree: Any) -> Any:
+    return jtu.tree_map(trace.unwrap, tree, is_leaf=_is_whole)
+
+
+def _steps(trace: ImplicitTrace, inner: Any) -> Generator[Any, Any, Any]:
+    """Drive a generator or coroutine, every step of it under `trace`."""
+    resume, value = inner.send, None
+    while True:
+        trace.parent_trace = compat.current_trace()
+        try:
+            with compat.set_current_trace(trace):
+                yielded = resume(value)
+        except StopIteration as stop:
+            return _unwrapped(trace, stop.value)
+        try:
+            value, resume = (yield _unwrapped(trace, yielded)), inner.send
+        except GeneratorExit:
+            with compat.set_current_trace(trace):
                 inner.close()
-                raise
-            except BaseException as err:  # noqa: BLE001 - whatever was thrown in is for the inner generator
-                value, send = err, inner.throw
+            raise
+        except BaseException as err:  # noqa: BLE001 - whatever was thrown in is for the inner generator
+            value, resume = err, inner.throw
 
-    if inspect.iscoroutinefunction(fn):
 
-        class Steps:
-            def __init__(self, inner: Any):
-                self.inner = inner
+class _Awaitable:
+    def __init__(self, trace: ImplicitTrace, inner: Any):
+        self.trace, self.inner = trace, inner
 
-            def __await__(self) -> Any:
-                return (yield from steps(self.inner))
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from _steps(self.trace, self.inner))
 
-        @functools.wraps(fn)
-        async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await Steps(fn(*args, **kwargs))
 
-        return coroutine
+def _step_trace() -> ImplicitTrace:
+    return ImplicitTrace(compat.current_trace(), compat.TraceTag())
 
+
+def _generator(fn: Any) -> Any:
     @functools.wraps(fn)
     def generator(*args: Any, **kwargs: Any) -> Any:
-        return (yield from steps(fn(*args, **kwargs)))
+        return (yield from _steps(_step_trace(), fn(*args, **kwargs)))
+
+    return generator
+
+
+def _coroutine(fn: Any) -> Any:
+    @functools.wraps(fn)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        return await _Awaitable(_step_trace(), fn(*args, **kwargs))
+
+    return coroutine
+
+
+def _async_generator(fn: Any) -> Any:
+    @functools.wraps(fn)
+    async def generator(*args: Any, **kwargs: Any) -> Any:
+        trace, inner, sent = _step_trace(), fn(*args, **kwargs), None
+        try:
+            while True:
+                try:
+                    item = await _Awaitable(trace, inner.asend(sent))
+                except StopAsyncIteration:
+                    return
+                sent = yield item
+        finally:
+            await _Awaitable(trace, inner.aclose())
 
     return generator

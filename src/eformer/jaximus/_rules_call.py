@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .. import _jax_compat as compat
-from ._fallback import dense_for, materialize
+from ._fallback import collecting_notices, dense_for, materialize, repeat_notices
 from ._placement import child_shardings
 from ._registry import registry
 from ._trace import call_jaxpr, is_implicit, rule, run
@@ -19,16 +19,19 @@ from ._trace import call_jaxpr, is_implicit, rule, run
 # -- jit -------------------------------------------------------------------------------------------------------------
 
 _JIT_CACHE_SIZE = 1024
-_jit_cache: collections.OrderedDict[Any, tuple[Any, Any]] = collections.OrderedDict()
+_jit_cache: collections.OrderedDict[Any, tuple[Any, Any, list[Any]]] = collections.OrderedDict()
 _jit_lock = threading.Lock()
 
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    if params["inline"] and not compat.is_eval_trace(compat.current_trace()):
+    if compat.inlined_early(params["inline"]) and not compat.is_eval_trace(compat.current_trace()):
         return call_jaxpr(params["jaxpr"], values)
     values, in_shardings = _placed_arguments(primitive, values, params)
-    return _jitted(params, in_shardings)(*values)
+    jitted, notices = _jitted(params, in_shardings)
+    if notices:
+        repeat_notices(notices, {type(v) for v in values})
+    return jitted(*values)
 
 
 def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -47,8 +50,11 @@ def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any])
     return placed, tuple(shardings)
 
 
-def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> Any:
-    """A jitted replay of the jaxpr, one per jaxpr and state of the registry, with everything the user asked of jit."""
+def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """A jitted replay of the jaxpr, one per jaxpr and state of the registry, with everything the user asked of jit.
+
+    With it comes what was noticed while it was traced, for callers who find it traced already.
+    """
     jaxpr = params["jaxpr"]
     leaves, treedef = jtu.tree_flatten(in_shardings)
     key = (id(jaxpr), registry.version, tuple(leaves), treedef, params["donated_invars"])
@@ -56,21 +62,23 @@ def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> Any:
         hit = _jit_cache.get(key)
         if hit is not None:
             _jit_cache.move_to_end(key)
-            return hit[1]
-    replay = _replay(jaxpr, params["out_shardings"], params.get("name", "implicit_jit"))
+            return hit[1:]
+    notices: list[Any] = []
+    replay = _replay(jaxpr, params["out_shardings"], params.get("name", "implicit_jit"), notices)
     jitted = jax.jit(replay, **_jit_options(params, in_shardings))
     with _jit_lock:
-        _jit_cache[key] = (jaxpr, jitted)  # the entry keeps the jaxpr alive, and with it the meaning of its id
+        _jit_cache[key] = (jaxpr, jitted, notices)  # the entry keeps the jaxpr alive, and with it the meaning of its id
         while len(_jit_cache) > _JIT_CACHE_SIZE:
             _jit_cache.popitem(last=False)
-    return jitted
+    return jitted, []
 
 
-def _replay(jaxpr: Any, out_shardings: Any, name: str) -> Any:
+def _replay(jaxpr: Any, out_shardings: Any, name: str, notices: list[Any]) -> Any:
     asked = [isinstance(s, jax.sharding.Sharding) for s in out_shardings]
 
     def replay(*values: Any) -> list[Any]:
-        out = call_jaxpr(jaxpr, values)
+        with collecting_notices(notices):
+            out = call_jaxpr(jaxpr, values)
         if not any(asked):
             return out
         # An output with a sharding of its own is dense: that sharding is about the logical array.
@@ -84,7 +92,7 @@ def _jit_options(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> dict[
     options: dict[str, Any] = {
         "donate_argnums": tuple(i for i, donated in enumerate(params["donated_invars"]) if donated),
         "keep_unused": params["keep_unused"],
-        "inline": params["inline"],
+        "inline": compat.inlined_early(params["inline"]),
     }
     if any(isinstance(s, jax.sharding.Sharding) for s in params["out_shardings"]):
         options["out_shardings"] = [

@@ -29,11 +29,19 @@ def _dense_results(primitive: Any, f: Callable[..., list[Any]]) -> Callable[...,
 
 def _handled(trace: ImplicitTrace, primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """What a user's handler makes of the call, its functions made callable on implicit and dense values alike."""
-    functions = {k: _traced(trace, v) for k, v in params.items() if hasattr(v, "call_wrapped")}
+    called: list[str] = []
+
+    def callable_one(name: str, function: Any) -> Callable[..., list[Any]]:
+        run_it = _traced(trace, function)
+        return lambda *args: called.append(name) or run_it(*args)
+
+    functions = {k: callable_one(k, v) for k, v in params.items() if hasattr(v, "call_wrapped")}
     with compat.set_current_trace(trace.parent_trace):
         out = call_handlers(primitive, values, {**params, **functions}, check=False)
-    if out is NotImplemented:
-        return out
+        if out is NotImplemented:
+            return out
+        if not called:  # JAX reads the structure of the result off the function, so it must have run
+            jax.eval_shape(functions["fun"], *values)
     return [trace.wrap(o) for o in (out if isinstance(out, (list, tuple)) else [out])]
 
 
@@ -163,6 +171,7 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
 
     bound = {**params, "subfuns": (body,), "in_specs": tuple(specs)}
     del bound["fun"]
+    bound["debug_info"] = compat.without_argument_names(bound["debug_info"])
     return compat.bind_at(primitive, trace.parent_trace, leaves, bound)
 
 

@@ -29,6 +29,7 @@ def ste(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def straight_through(x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = jtu.tree_map(lambda leaf: _dense(leaf) if is_implicit(leaf) else leaf, x, is_leaf=is_implicit)
         leaves, treedef = jtu.tree_flatten((args, kwargs))
         dynamic = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
         arrays = [leaf for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
@@ -65,7 +66,6 @@ def _tangent_like(tangent: Any, out: Any) -> Any:
 
 
 def _require_same_shapes(func: Any, x: Any, out: Any) -> None:
-    x = jtu.tree_map(lambda leaf: leaf, x)
     same_structure = jtu.tree_structure(x) == jtu.tree_structure(out)
     if not same_structure or any(
         jnp.shape(a) != jnp.shape(b) for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(out), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ registry.any_operand = jax.Array | ImplicitArray
 STRUCTURAL: dict[str, Callable[..., Any]] = {}
 # Rules of the three primitives JAX hands to traces with functions instead of jaxprs.
 CALL_RULES: dict[str, Callable[..., Any]] = {}
+
+# The `with implicit:` blocks entered in this context, outermost first.
+open_blocks: ContextVar[tuple[Any, ...]] = ContextVar("eformer_open_blocks", default=())
 
 _COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne", "add_any"})
 
@@ -59,8 +63,8 @@ class ImplicitTracer(compat.Tracer):
         return self.value.aval
 
     def full_lower(self) -> Any:
-        """A tracer that outlived its `with` block is an ordinary array from then on."""
-        return _fallback.dense_for("a value used after its scope", self.value) if self._trace.closed else self
+        """A tracer that outlived its `with` block, or left its task, is an ordinary array from then on."""
+        return self if self._trace.is_open() else _fallback.dense_for("a value used after its scope", self.value)
 
     def to_concrete_value(self) -> Any:
         """`bool(x)`, `x.item()`, boolean masks: as on a plain array, unless a surrounding jit hides the numbers.
@@ -95,12 +99,25 @@ class ImplicitTracer(compat.Tracer):
 class ImplicitTrace(compat.Trace):
     """Intercepts primitives on ImplicitTracers of its own tag; everything else goes to `parent_trace`."""
 
-    __slots__ = ("closed", "parent_trace", "tag")
+    __slots__ = ("_own_ref", "closed", "is_block", "parent_trace", "tag")
 
-    def __init__(self, parent_trace: Any, tag: Any):
+    def __init__(self, parent_trace: Any, tag: Any, is_block: bool = False):
         super().__init__()
-        self.parent_trace, self.tag, self.closed = parent_trace, tag, False
+        self.parent_trace, self.tag, self.closed, self.is_block = parent_trace, tag, False, is_block
         self.requires_low = False
+
+    @property
+    def _weakref(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What JAX keys its caches with; to libraries that ask which trace they are in, the one around us."""
+        return self.parent_trace._weakref if compat.read_as_opaque_state() else self._own_ref
+
+    @_weakref.setter
+    def _weakref(self, ref: Any) -> None:
+        self._own_ref = ref
+
+    def is_open(self) -> bool:
+        """A `with` block is open for the asyncio task that entered it, although its trace is current on the thread."""
+        return not self.closed and (not self.is_block or self in open_blocks.get())
 
     def unwrap(self, x: Any) -> Any:
         return x.value if type(x) is ImplicitTracer and x._trace.tag is self.tag else x
@@ -115,6 +132,8 @@ class ImplicitTrace(compat.Trace):
         return self.parent_trace.cur_qdd(x)
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if self.is_block and not self.is_open():
+            return compat.bind_at(primitive, self.parent_trace, tracers, params)
         tag = self.tag
         values = [t.value if type(t) is ImplicitTracer and t._trace.tag is tag else t for t in tracers]
         if primitive is box_p:
@@ -226,8 +245,12 @@ def _as_operand(value: Any) -> Any:
 
 def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], params: dict[str, Any]) -> Any:
     """The result of a handler, if it can be the result of this primitive."""
-    results = out if primitive.multiple_results and isinstance(out, (list, tuple)) else [out]
     expected = compat.result_avals(primitive, operands, params)
+    if expected is not None and not primitive.multiple_results and isinstance(out, (ImplicitArray, jax.Array)):
+        aval = expected[0]
+        if out.dtype == aval.dtype and out.shape == aval.shape:  # the usual case: one result, and it is right
+            return out
+    results = out if primitive.multiple_results and isinstance(out, (list, tuple)) else [out]
     if expected is not None:
         if len(results) != len(expected):
             _wrong_result(handler, primitive, f"{len(results)} results", f"{len(expected)}", operands)

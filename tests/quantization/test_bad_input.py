@@ -1,0 +1,160 @@
+"""Wrong input: a clear error, or the right answer."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizationConfig, quantize, straight_through
+
+from .contract import normal, seeded
+
+W = normal(seeded("bad"), 64, 8)
+KINDS = ("nf4", "int8", "ternary", "binary")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])
+def test_only_floating_input(kind: str, dtype) -> None:
+    for call in (quantize, straight_through, jax.jit(quantize, static_argnames="dtype")):
+        with pytest.raises(TypeError, match=r"(?i)floating.*" + jnp.dtype(dtype).name):
+            call(jnp.ones((4, 4), dtype), dtype=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scalars_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="rank 1 or more"):
+        quantize(jnp.float32(1), dtype=kind)
+
+
+@pytest.mark.parametrize("bad", [0, -2, 7, 1 << 20])
+def test_block_sizes(bad: int) -> None:
+    for call in (
+        lambda: ArrayNF4.quantize(W, bad),
+        lambda: quantize(W, block_size=bad),
+        lambda: QuantizationConfig(block_size=bad),
+        lambda: straight_through(W, block_size=bad),
+        lambda: ArrayNF4(W, None, bad),
+        lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1)), bad),
+    ):
+        with pytest.raises(ValueError, match=f"block_size={bad}"):
+            call()
+    with pytest.raises(TypeError):
+        ArrayNF4.quantize(W, 64.0)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("axis", [2, -3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_axis_out_of_range(kind: str, axis: int) -> None:
+    with pytest.raises(ValueError, match=rf"{axis}.*out of range for.*rank 2"):
+        quantize(W, dtype=kind, axis=axis)
+
+
+def test_axes_twice_or_too_many() -> None:
+    for axes in ((-1, -1), (1, -1), (0, -2)):
+        with pytest.raises(ValueError, match="twice"):
+            Array8B.quantize(W, axis=axes)
+    with pytest.raises(ValueError, match="at least one axis"):
+        Array8B.quantize(W, axis=())
+    for call in (ArrayNF4.quantize, Array1B.from_float):
+        with pytest.raises(ValueError, match="exactly one"):
+            call(W, axis=(0, 1))
+
+
+@pytest.mark.parametrize("values", [[2, 0], [0.5, 1.0], [np.nan, 1.0], [-128, 0]])
+def test_values_that_are_no_codes(values: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"packs values in"):
+        Array1B.quantize(jnp.asarray(values))
+    with pytest.raises(ValueError, match=r"packs values in"):
+        Array1B.quantize(jnp.asarray([0, 1]), bits=1)
+    with pytest.raises(ValueError, match=r"bits=3"):
+        Array1B.quantize(jnp.asarray([0, 1]), bits=3)
+
+
+STORAGE = {
+    "nf4 dtype": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.int32), jnp.ones((8, 1)), 64), TypeError, "uint8"),
+    "nf4 absmax dtype": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1), int), 64), TypeError, "floating"),
+    "nf4 absmax shape": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 2)), 64), ValueError, "fit together"),
+    "nf4 block": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1)), 32), ValueError, "fit together"),
+    "nf4 no absmax": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8)), (TypeError, ValueError), "absmax"),
+    "nf4 shape": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1)), 64, shape=(65, 8)), ValueError, "65"),
+    "nf4 other axis": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1)), 64, shape=(64, 9)), ValueError, "9"),
+    "nf4 rank": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1)), 64, shape=(64,)), ValueError, "axes"),
+    "nf4 pad": (lambda: ArrayNF4(jnp.zeros((8, 1, 32), jnp.uint8), jnp.ones((8, 1)), 64, pad=64), ValueError, "pad"),
+    "int8 dtype": (lambda: Array8B(jnp.ones((4, 1)), jnp.ones((4, 3), jnp.int32)), TypeError, "int8"),
+    "int8 scale dtype": (lambda: Array8B(jnp.ones((4, 1), int), jnp.ones((4, 3), jnp.int8)), TypeError, "floating"),
+    "int8 scale shape": (lambda: Array8B(jnp.ones((4, 2)), jnp.ones((4, 3), jnp.int8)), ValueError, "broadcast"),
+    "int8 axis": (lambda: Array8B(jnp.ones((4, 1)), jnp.ones((4, 3), jnp.int8), (-2,)), ValueError, "shared along"),
+    "int8 shape": (lambda: Array8B(jnp.ones((4, 1)), jnp.ones((4, 3), jnp.int8), shape=(4, 4)), ValueError, "4, 4"),
+    "1bit scale shape": (lambda: Array1B(jnp.zeros((8, 2), jnp.uint8), scale=jnp.ones((7, 1))), ValueError, "scale"),
+    "1bit scale dtype": (lambda: Array1B(jnp.zeros((8, 2), jnp.uint8), scale=jnp.ones((8, 1), int)), (TypeError, ValueError), "floating"),
+    "1bit bits": (lambda: Array1B(jnp.zeros((8, 2), jnp.uint8), bits=4), ValueError, "bits=4"),
+    "1bit shape": (lambda: Array1B(jnp.zeros((8, 2), jnp.uint8), shape=(9, 8)), ValueError, "9"),
+    "1bit scalar": (lambda: Array1B(jnp.zeros((), jnp.uint8)), ValueError, "scalar"),
+    "1bit pad": (lambda: Array1B(jnp.zeros((8, 2), jnp.uint8), pad=4), ValueError, "pad"),
+    "kind": (lambda: Array1B.from_float(W, "quaternary"), ValueError, "'ternary', 'binary'"),
+    "threshold": (lambda: Array1B.from_float(W, threshold=-1.0), ValueError, "threshold"),
+    "scale kind": (lambda: Array1B.from_float(W, scale="row"), ValueError, "channel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STORAGE)
+def test_storage_that_does_not_fit(case: str) -> None:
+    call, error, message = STORAGE[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_unknown_format() -> None:
+    for call in (lambda: quantize(W, dtype="int4"), lambda: straight_through(W, dtype="fp8"), lambda: QuantizationConfig("q4")):
+        with pytest.raises(ValueError, match="nf4, int8, ternary, binary"):
+            call()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_infinity_stay_visible(kind: str, bad: float) -> None:
+    """NaN comes out as NaN in what shares its scale, and only there; an infinity is never a finite number."""
+    q = quantize(W.at[3, 5].set(bad), dtype=kind)
+    d = np.asarray(q.materialize())
+    assert not np.isfinite(d[3, 5])
+    if kind == "int8":
+        assert np.isfinite(np.delete(d, 3, axis=0)).all()
+    elif kind != "ternary":  # its threshold is one for the whole array
+        assert np.isfinite(np.delete(d, 5, axis=1)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_magnitudes(kind: str) -> None:
+    for magnitude in (1e-38, 1e-30, 1e30, 3e38):
+        w = jnp.asarray([[magnitude, -magnitude], [magnitude, 0]], jnp.float32)
+        if kind == "ternary" and magnitude > 1e19:
+            continue  # the variance leaves float32; documented as NaN
+        if kind == "binary" and magnitude > 1e38:
+            continue
+        d = np.asarray(quantize(w, dtype=kind).materialize(), np.float64)
+        assert np.isfinite(d).all()
+        assert np.abs(d).max() <= 1.01 * magnitude
+
+
+def test_nothing_can_be_assigned() -> None:
+    for kind in KINDS:
+        q = quantize(W, dtype=kind)
+        for field in ("sharding", "use_kernel", "dtype", "anything"):
+            with pytest.raises((AttributeError, TypeError)):
+                setattr(q, field, None)
+
+
+def test_shapes_that_do_not_contract() -> None:
+    for kind in KINDS:
+        with pytest.raises(TypeError, match="contracting dimensions"):
+            jnp.ones((3, 65)) @ quantize(W, dtype=kind)
+
+
+def test_gradient_of_a_quantized_weight_points_elsewhere() -> None:
+    for kind in KINDS:
+        q, x = quantize(W, dtype=kind), jnp.ones((2, 64))
+        with pytest.raises(TypeError, match="straight_through"):
+            jax.grad(lambda q: (x @ q).sum(), allow_int=True)(q)

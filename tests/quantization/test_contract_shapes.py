@@ -1,0 +1,230 @@
+"""What keeps the type: storage moves, nothing is decoded, and the values stay those of the dense program."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eformer.jaximus import MaterializationError, implicit, materialization_policy
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
+
+from .contract import FAST, FEW, FORMATS, check, dense, make, normal, seeded
+
+I = jnp.asarray([3, 0, 1])  # noqa: E741
+# operation on a (128, 64) matrix: the axes it needs to be free of packing (it may use the others as it likes)
+KEEP = {
+    "transpose": (lambda q: q.T, ()),
+    "transpose twice": (lambda q: q.T.T, ()),
+    "expand": (lambda q: [jnp.expand_dims(q, i) for i in range(3)], ()),
+    "squeeze": (lambda q: jnp.squeeze(q[None, :, None]), ()),
+    "broadcast": (lambda q: jnp.broadcast_to(q, (2, *q.shape)), ()),
+    "copy": (lambda q: lax.optimization_barrier(jnp.copy(q)), ()),
+    "astype": (lambda q: q.astype(jnp.bfloat16), ()),
+    "neg": (lambda q: -q, ()),
+    "times scalar": (lambda q: [q * 2.0, 3.0 * q, q * jnp.float32(2), q / 4], ()),
+    "stack": (lambda q: jnp.stack([q, q]), ()),
+    "stack last": (lambda q: jnp.stack([q, q], 2), ()),
+    "where": (lambda q: jnp.where(jnp.asarray(True), q, -q), ()),
+    "reshape ones": (lambda q: q.reshape(1, 128, 1, 64), ()),
+    "split rows": (lambda q: q.reshape(4, 32, 64), (0,)),
+    "split columns": (lambda q: q.reshape(128, 4, 16), (1,)),
+    "row": (lambda q: q[3], (0,)),
+    "column": (lambda q: q[:, 3], (1,)),
+    "rows": (lambda q: [q[3:9], q[::2], q[-5:]], (0,)),
+    "columns": (lambda q: [q[:, 3:9], q[:, ::3]], (1,)),
+    "blocks of rows": (lambda q: [q[64:], q[:64]], ()),
+    "blocks of columns": (lambda q: [q[:, 32:], q[:, :32]], ()),
+    "flip rows": (lambda q: jnp.flip(q, 0), (0,)),
+    "flip columns": (lambda q: jnp.flip(q, 1), (1,)),
+    "take rows": (lambda q: [q[I], jnp.take(q, I, axis=0), jnp.take(q, I, axis=0, mode="clip")], (0,)),
+    "take columns": (lambda q: [q[:, I], jnp.take(q, I, axis=1)], (1,)),
+    "dynamic rows": (lambda q: lax.dynamic_slice_in_dim(q, I[0], 5, 0), (0,)),
+    "dynamic columns": (lambda q: lax.dynamic_index_in_dim(q, I[0], 1), (1,)),
+    "split": (lambda q: jnp.split(q, 4, 0), (0,)),
+    "split across": (lambda q: jnp.split(q, [10, 20], 1), (1,)),
+}
+
+
+def keeps(name: str, free: tuple[int, ...]) -> bool:
+    packed = FORMATS[name].axis
+    if "scalar" in name or packed is None:
+        return True
+    return 2 + packed not in free
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_exact_operations_keep_the_type(name: str) -> None:
+    """Traced under the policy that refuses to decode; compared as one compiled program."""
+    q = make(name, seeded(name), 128, 64)
+    table = {op: f for op, (f, free) in KEEP.items() if keeps(name, free)}
+    if FORMATS[name].kind is Array1B and q.scale is None:  # an index out of range has nowhere to leave its NaN
+        table = {op: f for op, f in table.items() if not op.startswith("take")}
+    kind = FORMATS[name].kind
+    with materialization_policy("error"):
+        for op, f in table.items():
+            out = jax.eval_shape(implicit(f), q)
+            pieces = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, kind))
+            assert all(isinstance(piece, kind) for piece in pieces), op
+
+    def both(q):
+        return [{op: f(array) for op, f in table.items()} for array in (q, q.materialize())]
+
+    check(*jax.jit(implicit(both), compiler_options=FAST)(q))
+
+
+def join(p, q, axis: int):
+    return implicit(lambda p, q: jnp.concatenate([p, q], axis))(p, q)
+
+
+def test_concatenate_keeps_the_type_along_free_axes_and_whole_blocks() -> None:
+    rng = seeded("concatenate")
+    for name in FEW:
+        packed = FORMATS[name].axis
+        shared = FORMATS[name].shared
+        p, q = make(name, rng, 128, 64), make(name, rng, 128, 64)
+        for axis in (0, 1):
+            whole_blocks = FORMATS[name].kind is ArrayNF4
+            if (packed is not None and axis != 2 + packed) or whole_blocks or axis - 2 not in shared:
+                with materialization_policy("error"):
+                    out = join(p, q, axis)
+                assert type(out) is type(q)
+            else:
+                out = join(p, q, axis)
+            check(out, jnp.concatenate([dense(p), dense(q)], axis))
+
+
+def test_concatenate_of_differently_scaled_stacks() -> None:
+    w = normal(seeded("scaled"), 2, 3, 4)
+    p, q = Array8B.quantize(w, axis=-1), Array8B.quantize(w, axis=-2)
+    for axis in range(3):
+        check(join(p, q, axis), jnp.concatenate([dense(p), dense(q)], axis))
+
+
+@pytest.mark.parametrize("name", ["nf4", "ternary", "binary", "int8-columns"])
+def test_per_channel_factors_fold_into_the_scale(name: str) -> None:
+    """`q * v` with one factor per output column of `x @ q`: the type is kept, and so are the values."""
+    rng = seeded(name)
+    q, v = make(name, rng, 64, 10), normal(rng, 10) + 3
+    with materialization_policy("error"):
+        folded = [q * v, v * q, q / v, (q.T * v[:, None]).T]
+    for out, want in zip(folded, [dense(q) * v, dense(q) * v, dense(q) / v, dense(q) * v], strict=True):
+        assert type(out) is type(q)
+        check(out, want)
+
+
+def transpose(q, order):
+    return implicit(lambda q: jnp.transpose(q, order))(q)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_permutations(name: str) -> None:
+    q = make(name, seeded(name), 2, 3, 18, 5)
+    d = dense(q)
+    with materialization_policy("error"):
+        for order in itertools.permutations(range(4)):
+            moved = transpose(q, order)
+            assert type(moved) is type(q)
+            assert moved.shape == jnp.shape(d.transpose(order))
+            back = transpose(moved, np.argsort(order))
+            assert_same_storage(dense_scales(back), dense_scales(q))
+    for order in ((3, 0, 2, 1), (1, 3, 0, 2), (2, 1, 3, 0)):
+        np.testing.assert_array_equal(transpose(q, order).materialize(), d.transpose(order))
+
+
+def assert_same_storage(p, q) -> None:
+    assert jax.tree.structure(p) == jax.tree.structure(q)
+    for a, b in zip(jax.tree.leaves(p), jax.tree.leaves(q), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@st.composite
+def reshapes(draw):
+    factors = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5]), min_size=2, max_size=5))
+    def grouped():
+        cuts = sorted(draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {len(factors)})
+        starts = [0, *cuts[:-1]]
+        shape = [math.prod(factors[a:b]) for a, b in zip(starts, cuts, strict=True)]
+        return tuple(draw(st.permutations(shape)) if draw(st.booleans()) else shape)
+    return grouped(), grouped()
+
+
+@pytest.mark.parametrize("name", ["nf4-double", "nf4-32-last", "int8", "int8-matrix", "ternary", "codes-last"])
+@hypothesis.settings(max_examples=12, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True)
+@hypothesis.given(case=reshapes())
+def test_any_reshape(name: str, case) -> None:
+    old, new = case
+    q = make(name, seeded(name, old), *old)
+    moved = jax.jit(implicit(lambda q: q.reshape(new)), compiler_options=FAST)(q)
+    np.testing.assert_array_equal(dense(moved), np.asarray(dense(q)).reshape(new))
+    if isinstance(moved, type(q)):
+        back = implicit(lambda q: q.reshape(old))(moved)
+        assert isinstance(back, type(q))
+        assert_same_storage(dense_scales(back), dense_scales(q))
+
+
+def dense_scales(q):
+    """A moved array has its compressed absmax expanded."""
+    return q.replaced(absmax=dense(q.absmax)) if isinstance(q, ArrayNF4) else q
+
+
+@hypothesis.settings(max_examples=25, derandomize=True)
+@hypothesis.given(st.sampled_from(["nf4", "nf4-32-last", "int8", "int8-columns", "int8-matrix"]), st.integers(0, 2**31))
+def test_quantizing_twice_changes_nothing(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    w = normal(rng, 33, 9) * 10.0 ** rng.integers(-6, 7)
+    q = FORMATS[name].make(w)
+    assert_same_storage(FORMATS[name].make(q.materialize()), q)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (1,), (1, 1), (1, 7), (7, 1), (1, 1, 1, 1), (2, 1, 3, 1, 9)])
+@pytest.mark.parametrize("name", FEW)
+def test_empty_and_single(name: str, shape: tuple[int, ...]) -> None:
+    q = make(name, seeded(name, shape), *shape)
+    d = np.asarray(dense(q))
+    assert d.shape == shape
+    assert not np.isnan(d).any()
+    with_front = implicit(lambda q: q[None])(q)
+    assert with_front.shape == (1, *shape)
+    for f in (jnp.transpose, jnp.ravel, lambda a: a * 2, lambda a: a.sum(0), lambda a: a[:1], lambda a: jnp.stack([a, a])):
+        np.testing.assert_allclose(dense(implicit(f)(q)), f(jnp.asarray(d)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", FEW)
+def test_ranks(name: str, rank: int) -> None:
+    shape = (2, 3, 2, 37, 10)[-rank:] if rank > 1 else (37,)
+    rng = seeded(name, rank)
+    q = make(name, rng, *shape)
+    x = normal(rng, 4, *([37] if rank > 1 else [37]))
+    check(implicit(jnp.matmul)(x, q), x @ dense(q), None)
+    assert (q.ndim, q.size, len(q)) == (rank, math.prod(shape), shape[0])
+    np.testing.assert_array_equal(np.asarray(q), dense(q))
+
+
+@pytest.mark.parametrize("axis", [None, -1, -2])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "ternary", "binary"])
+def test_lookup_never_decodes_the_table(kind: str, axis: int | None) -> None:
+    """Whatever axis the table is packed along, only the rows asked for are decoded."""
+    from eformer.ops.quantization import quantize
+
+    rng = seeded(kind)
+    table = quantize(normal(rng, 256, 32), dtype=kind, axis=axis)
+    ids = jnp.asarray([[3, 255], [0, 17]])
+    with materialization_policy("error"):
+        rows = [implicit(lambda t, i: jnp.take(t, i, axis=0))(table, ids), implicit(lambda t, i: t[i])(table, ids)]
+    for found in rows:
+        np.testing.assert_array_equal(dense(found), dense(table)[ids])
+
+
+def test_refusal_names_type_and_place() -> None:
+    q = make("nf4", seeded("refusal"), 8, 8)
+    with materialization_policy("error"), pytest.raises(MaterializationError, match=r"Refusing.*ArrayNF4.*float32\[8,8\]"):
+        jnp.exp(q)
