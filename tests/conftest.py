@@ -15,6 +15,12 @@ import hypothesis
 import jax
 import pytest
 
+# Most of the time of a run goes into compiling the same small programs again, in every worker and after every cleared
+# cache: keep them on disk. The folder may be deleted at any time.
+jax.config.update("jax_compilation_cache_dir", os.path.join(os.path.dirname(__file__), ".xla_cache", jax.__version__))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")

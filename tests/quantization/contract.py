@@ -1,7 +1,7 @@
 """The contract of every quantized array: a program on one gives what it gives on its `materialize()`.
 
-`FORMATS` lists the arrays under test and `PROGRAMS` what is done with them, in groups that compile together. A test takes
-a format, a group and a way to run it, and `check` compares every result of the group, named, with the dense program's.
+`FORMATS` lists the arrays under test and `PROGRAMS` what is done with them, in groups that compile together. A test
+takes a format, a group and a way to run it; `check` compares every result of the group, by name, with the dense one.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def difference(a: Any, b: Any, tolerance: float | None) -> str | None:
             return "infinities or NaN differ"
         a, b = a[~odd], b[~odd]
         worst = np.max(np.abs(a - b), initial=0)
-        return None if worst <= limit * np.max(np.abs(b), initial=1e-30) else f"off by {worst}, largest {np.abs(b).max()}"
+        return (
+            None if worst <= limit * np.max(np.abs(b), initial=1e-30) else f"off by {worst}, largest {np.abs(b).max()}"
+        )
     return None if np.array_equal(np.asarray(a), np.asarray(b)) else "values differ"
 
 
@@ -155,7 +157,15 @@ def operands(rng: np.random.Generator, dtype: Any = jnp.float32) -> Any:
 
 def stack_operands(rng: np.random.Generator, dtype: Any = jnp.float32) -> Any:
     """For programs on a stack of three matrices."""
-    shapes = {"bx": (3, 5, K), "x": (5, K), "bv": (3, K), "mhk": (5, 3, K), "mhn": (5, 3, N), "mkn": (2, K, N), "h": (3,)}
+    shapes = {
+        "bx": (3, 5, K),
+        "x": (5, K),
+        "bv": (3, K),
+        "mhk": (5, 3, K),
+        "mhn": (5, 3, N),
+        "mkn": (2, K, N),
+        "h": (3,),
+    }
     return {name: normal(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
 
 
@@ -345,13 +355,21 @@ VALUES: dict[str, Callable[[Any, Any], Any]] = {
     "mul": lambda q, a: [q * a.d, a.d * q, q * q, q / (a.d + 9)],
     "pow": lambda q, a: [q**2, q**3, jnp.abs(q) ** 0.5, 2**q],
     "rem": lambda q, a: [q % 2.0, q // 2.0],
-    "unary": lambda q, a: [f(q) for f in (jnp.exp, jnp.sin, jnp.tanh, jnp.abs, jnp.sign, jnp.floor, jnp.square, jnp.cbrt)],
+    "unary": lambda q, a: [
+        f(q) for f in (jnp.exp, jnp.sin, jnp.tanh, jnp.abs, jnp.sign, jnp.floor, jnp.square, jnp.cbrt)
+    ],
     "log sqrt": lambda q, a: [jnp.log1p(jnp.abs(q)), jnp.sqrt(jnp.abs(q)), jnp.log(q * q + 1), lax.rsqrt(q * q + 1)],
     "max": lambda q, a: [jnp.maximum(q, 0), jnp.minimum(a.d, q), jnp.clip(q, -0.5, 0.5)],
     "compare": lambda q, a: [q < a.d, q > 0.3, a.d <= q, q == 9.0, q != 9.0],
     "astype": lambda q, a: [q.astype(jnp.int32), q.astype(bool), q.astype(jnp.complex64)],
     "isnan": lambda q, a: [jnp.isnan(q), jnp.isfinite(q), jnp.nan_to_num(q)],
-    "activations": lambda q, a: [jax.nn.relu(q), jax.nn.gelu(q), jax.nn.silu(q), jax.nn.softmax(q), jax.nn.standardize(q)],
+    "activations": lambda q, a: [
+        jax.nn.relu(q),
+        jax.nn.gelu(q),
+        jax.nn.silu(q),
+        jax.nn.softmax(q),
+        jax.nn.standardize(q),
+    ],
     "sum": lambda q, a: [q.sum(), q.sum(0), q.sum(-1), jnp.mean(q, 1, keepdims=True)],
     "spread": lambda q, a: [q.std(), jnp.var(q, 0), jnp.linalg.norm(q), jnp.linalg.norm(q, axis=1), jnp.ptp(q)],
     "extremes": lambda q, a: [q.max(), q.min(0), q.max(-1), jnp.argmax(q, 1), jnp.argmin(q, 0)],

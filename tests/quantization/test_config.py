@@ -80,7 +80,12 @@ def test_every_field_does_something() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "cls", "fmt"),
-    [("nf4", ArrayNF4, "nf4"), ("int8", Array8B, "int8"), ("ternary", Array1B, "ternary"), ("binary", Array1B, "binary")],
+    [
+        ("nf4", ArrayNF4, "nf4"),
+        ("int8", Array8B, "int8"),
+        ("ternary", Array1B, "ternary"),
+        ("binary", Array1B, "binary"),
+    ],
 )
 def test_quantize(kind: str, cls: type, fmt: str) -> None:
     by_name, by_type = quantize(W, dtype=kind), quantize(W, dtype=QuantizationType(kind))

@@ -103,7 +103,7 @@ def test_ragged_dot(name: str, transposed: bool, axis: int) -> None:
         axis = -2
     rng = seeded(name, axis)
     w = normal(rng, 4, 40, 8)
-    q = (make(name, rng, 4, 40, 8) if FORMATS[name].kind is Array8B else _along(name, w, axis))
+    q = make(name, rng, 4, 40, 8) if FORMATS[name].kind is Array8B else _along(name, w, axis)
     x, sizes = normal(rng, 11, 8 if transposed else 40), jnp.asarray([3, 0, 6, 1])
 
     def f(x, q, sizes):

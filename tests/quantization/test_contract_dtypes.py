@@ -73,7 +73,14 @@ def test_bare_codes_keep_integer_dtypes() -> None:
     for dtype in (jnp.int8, jnp.int32):
         q = Array1B.quantize(codes.astype(dtype))
         x = jnp.arange(26, dtype=dtype).reshape(2, 13)
-        for f in (jnp.matmul, lambda x, q: q * 2, lambda x, q: -q, lambda x, q: q / 2, lambda x, q: q + x[0, 0], lambda x, q: q.sum()):
+        for f in (
+            jnp.matmul,
+            lambda x, q: q * 2,
+            lambda x, q: -q,
+            lambda x, q: q / 2,
+            lambda x, q: q + x[0, 0],
+            lambda x, q: q.sum(),
+        ):
             found, want = implicit(f)(x, q), f(x, codes.astype(dtype))
             assert dense(found).dtype == want.dtype
             np.testing.assert_array_equal(dense(found), want)

@@ -148,11 +148,13 @@ def assert_same_storage(p, q) -> None:
 @st.composite
 def reshapes(draw):
     factors = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5]), min_size=2, max_size=5))
+
     def grouped():
         cuts = sorted(draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {len(factors)})
         starts = [0, *cuts[:-1]]
         shape = [math.prod(factors[a:b]) for a, b in zip(starts, cuts, strict=True)]
         return tuple(draw(st.permutations(shape)) if draw(st.booleans()) else shape)
+
     return grouped(), grouped()
 
 
@@ -184,7 +186,9 @@ def test_quantizing_twice_changes_nothing(name: str, seed: int) -> None:
     assert_same_storage(FORMATS[name].make(q.materialize()), q)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (1,), (1, 1), (1, 7), (7, 1), (1, 1, 1, 1), (2, 1, 3, 1, 9)])
+@pytest.mark.parametrize(
+    "shape", [(0,), (0, 5), (5, 0), (2, 0, 3), (1,), (1, 1), (1, 7), (7, 1), (1, 1, 1, 1), (2, 1, 3, 1, 9)]
+)
 @pytest.mark.parametrize("name", FEW)
 def test_empty_and_single(name: str, shape: tuple[int, ...]) -> None:
     q = make(name, seeded(name, shape), *shape)
@@ -193,7 +197,14 @@ def test_empty_and_single(name: str, shape: tuple[int, ...]) -> None:
     assert not np.isnan(d).any()
     with_front = implicit(lambda q: q[None])(q)
     assert with_front.shape == (1, *shape)
-    for f in (jnp.transpose, jnp.ravel, lambda a: a * 2, lambda a: a.sum(0), lambda a: a[:1], lambda a: jnp.stack([a, a])):
+    for f in (
+        jnp.transpose,
+        jnp.ravel,
+        lambda a: a * 2,
+        lambda a: a.sum(0),
+        lambda a: a[:1],
+        lambda a: jnp.stack([a, a]),
+    ):
         np.testing.assert_allclose(dense(implicit(f)(q)), f(jnp.asarray(d)), rtol=1e-6)
 
 
@@ -203,7 +214,7 @@ def test_ranks(name: str, rank: int) -> None:
     shape = (2, 3, 2, 37, 10)[-rank:] if rank > 1 else (37,)
     rng = seeded(name, rank)
     q = make(name, rng, *shape)
-    x = normal(rng, 4, *([37] if rank > 1 else [37]))
+    x = normal(rng, 4, 37)
     check(implicit(jnp.matmul)(x, q), x @ dense(q), None)
     assert (q.ndim, q.size, len(q)) == (rank, math.prod(shape), shape[0])
     np.testing.assert_array_equal(np.asarray(q), dense(q))
@@ -226,5 +237,8 @@ def test_lookup_never_decodes_the_table(kind: str, axis: int | None) -> None:
 
 def test_refusal_names_type_and_place() -> None:
     q = make("nf4", seeded("refusal"), 8, 8)
-    with materialization_policy("error"), pytest.raises(MaterializationError, match=r"Refusing.*ArrayNF4.*float32\[8,8\]"):
+    with (
+        materialization_policy("error"),
+        pytest.raises(MaterializationError, match=r"Refusing.*ArrayNF4.*float32\[8,8\]"),
+    ):
         jnp.exp(q)

@@ -114,7 +114,7 @@ def test_handlers_of_one_format_only() -> None:
 
 def test_public_names_have_one_door() -> None:
     for path in SIGNATURES:
-        module, name, *rest = path.split(".")
+        _, name, *rest = path.split(".")
         if not rest and name not in ("safe_materialize", "safe_delete"):
             assert getattr(door, name) is lookup(path)
     assert issubclass(door.QuantizationType, enum.StrEnum)
@@ -169,7 +169,12 @@ def test_handlers_by_hand(tag: str) -> None:
     reshaped = call("reshape_{}_operand", P.reshape_p, q, new_sizes=(8, 64), dimensions=None, sharding=None)
     np.testing.assert_array_equal(reshaped, d.reshape(8, 64))
     wide = call(
-        "broadcast_in_dim_{}_operand", P.broadcast_in_dim_p, q, shape=(2, 64, 8), broadcast_dimensions=(1, 2), sharding=None
+        "broadcast_in_dim_{}_operand",
+        P.broadcast_in_dim_p,
+        q,
+        shape=(2, 64, 8),
+        broadcast_dimensions=(1, 2),
+        sharding=None,
     )
     np.testing.assert_array_equal(wide, jnp.broadcast_to(d, (2, 64, 8)))
     for operands in ([q, q], [q, x]):
@@ -185,8 +190,8 @@ def test_handlers_by_hand(tag: str) -> None:
     low = call("convert_element_type_{}_operand_pos", P.convert_element_type_p, q, jnp.bfloat16)
     np.testing.assert_array_equal(low, d.astype(jnp.bfloat16))
     low = call(
-        "convert_element_type_{}_operand_kw", P.convert_element_type_p, q, new_dtype=jnp.dtype("float16"), weak_type=False,
-        sharding=None,
+        "convert_element_type_{}_operand_kw", P.convert_element_type_p, q, new_dtype=jnp.dtype("float16"),
+        weak_type=False, sharding=None,
     )  # fmt: skip
     np.testing.assert_array_equal(low, d.astype(jnp.float16))
 

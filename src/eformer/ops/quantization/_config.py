@@ -93,7 +93,7 @@ def quantize(
     """
     config = config or QuantizationConfig(dtype or QuantizationType.NF4, block_size, simulate)
     if config.simulate:
-        return straight_through(array, config, axis=axis, scaled=scaled)
+        return straight_through(array, config, axis=axis, scaled=scaled, double_quant=double_quant)
     if config.dtype is QuantizationType.NF4:
         made: Any = ArrayNF4.quantize(array, config.block_size, axis=axis, double_quant=double_quant)  # pyright: ignore[reportArgumentType]
     elif config.dtype is QuantizationType.INT8:
@@ -111,11 +111,12 @@ def straight_through(
     *,
     axis: int | tuple[int, ...] | None = None,
     scaled: bool = True,
+    double_quant: bool = False,
 ) -> jax.Array:
     """`quantize(...).materialize()` whose gradient is that of `array` itself, for training with quantized weights."""
     config = config or QuantizationConfig(dtype or QuantizationType.NF4, block_size)
     if config.dtype is QuantizationType.NF4:
-        return straight_through_nf4(array, config.block_size, axis=axis)
+        return straight_through_nf4(array, config.block_size, axis=axis, double_quant=double_quant)
     if config.dtype is QuantizationType.INT8:
         return straight_through_8bit(array, axis=axis)
     return straight_through_1bit(array, config.dtype.value, axis=axis, scale=_scale_kind(scaled))  # pyright: ignore[reportAttributeAccessIssue]

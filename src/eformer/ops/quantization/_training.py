@@ -14,9 +14,11 @@ from ._formats.onebit.array import Array1B
 
 
 @ste
-def straight_through_nf4(weights: jax.Array, block_size: int = 64, *, axis: int | None = None) -> Any:
+def straight_through_nf4(
+    weights: jax.Array, block_size: int = 64, *, axis: int | None = None, double_quant: bool = False
+) -> Any:
     """`ArrayNF4.quantize(weights, block_size)`, materialized; differentiated as the identity."""
-    return ArrayNF4.quantize(weights, block_size, axis=axis)
+    return ArrayNF4.quantize(weights, block_size, axis=axis, double_quant=double_quant)
 
 
 @ste

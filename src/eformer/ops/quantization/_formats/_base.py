@@ -14,7 +14,8 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer.jaximus import ImplicitArray, materialize
+from eformer.jaximus import ImplicitArray
+from eformer.jaximus._fallback import materialize_on_request
 from eformer.jaximus._fields import layout
 
 from . import _sharding
@@ -60,7 +61,8 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
     def part(self, part: Part) -> Any:
         """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
-        return materialize(getattr(self, part.field))
+        array = getattr(self, part.field)
+        return materialize_on_request(array) if isinstance(array, ImplicitArray) else array
 
     @property
     def scale_part(self) -> Part:

@@ -40,7 +40,7 @@ def check_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     >>> check_axes((1, -3), 3)
     (-3, -2)
     """
-    given = (axes,) if isinstance(axes, int) else tuple(axes)
+    given = tuple(axes) if isinstance(axes, Sequence) else (operator.index(axes),)
     if not given:
         raise ValueError("axes=() would give every value a scale of its own. Name at least one axis to share it along.")
     wrong = [a for a in given if not -ndim <= operator.index(a) < ndim]

@@ -45,6 +45,8 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
     if out is None or not jnp.issubdtype(out.dtype, jnp.inexact) or params.get("out_sharding") is not None:
         return NotImplemented
     plan = Plan(x, q, params["dimension_numbers"], q_first)
+    if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
+        return NotImplemented  # every matrix of the batch would hold one value of a block
     options = {"out_dtype": out.dtype, "precision": params.get("precision")}
     y = _unblocked(plan, x, q, options) if plan.blocked is None else _blocked(plan, x, q, options)
     if y is NotImplemented:
@@ -205,6 +207,7 @@ def ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
         and x.ndim == 2
         and q.ndim == 3
         and params.get("group_offset") is None
+        and (q.blocked is None or _shapes.blocked_axis(q) != 0)
     )
     if not plain or 0 in q.shape or 0 in x.shape:
         return NotImplemented

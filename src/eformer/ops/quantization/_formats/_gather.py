@@ -17,6 +17,8 @@ def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
     """The same type with the entries of free axes that `indices` name, or NotImplemented."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     blocked = blocked_axis(q)
+    if blocked is not None and _picks_blocked(q, numbers, sizes, blocked) and 0 not in q.shape:
+        return _pick(q, indices, params)
     if not _fits(q, numbers, sizes, blocked) or 0 in indices.shape or 0 in q.shape:
         return NotImplemented
     fill = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
@@ -43,6 +45,29 @@ def _fits(q: Any, numbers: Any, sizes: Sequence[int], blocked: int | None) -> bo
     indexed = set(numbers.start_index_map) | set(numbers.operand_batching_dims)
     whole = all(sizes[axis] == q.shape[axis] for axis in range(q.ndim) if axis not in indexed)
     return whole and blocked not in indexed and blocked not in numbers.collapsed_slice_dims
+
+
+def _picks_blocked(q: Any, numbers: Any, sizes: Sequence[int], blocked: int) -> bool:
+    """Is this a lookup along the blocked axis itself, whole along all others?"""
+    one = (tuple(numbers.start_index_map), tuple(numbers.collapsed_slice_dims)) == ((blocked,), (blocked,))
+    whole = all(sizes[axis] == q.shape[axis] for axis in free(q))
+    return one and whole and not numbers.operand_batching_dims
+
+
+def _pick(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
+    """Entries of the blocked axis, decoded one by one: the result is dense, and the table never is."""
+    size, index = q.shape[q.blocked], indices[..., 0]
+    value = params.get("fill_value")
+    values = q.decoded_entries(jnp.clip(index, 0, size - 1)).astype(q.dtype)  # (free axes..., index axes...)
+    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        if value is None:
+            value = jnp.nan if jnp.issubdtype(q.dtype, jnp.floating) else jnp.iinfo(q.dtype).min
+        values = jnp.where((index < 0) | (index >= size), jnp.asarray(value, q.dtype), values)
+    kept = q.ndim - 1
+    offsets = params["dimension_numbers"].offset_dims
+    order = iter(range(kept, values.ndim))
+    places = [offsets.index(p) if p in offsets else next(order) for p in range(values.ndim)]
+    return lax.transpose(values, places)
 
 
 def _position(q: Any, numbers: Any, axis: int) -> int:

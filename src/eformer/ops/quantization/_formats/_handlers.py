@@ -72,6 +72,15 @@ def concatenate(*operands: QuantizedArray, dimension: int, **params: Any) -> Any
     return _shapes.concatenate(operands, dimension)
 
 
+@register("stack")
+def stack(*operands: QuantizedArray, axis: int, **params: Any) -> Any:
+    """A new axis in every storage, then joined along it."""
+    shape = (*operands[0].shape[:axis], 1, *operands[0].shape[axis:])
+    dims = [i for i in range(len(shape)) if i != axis]
+    widened = [_shapes.broadcast_in_dim(q, shape, dims) for q in operands]
+    return _shapes.concatenate(widened, axis)
+
+
 @register("rev")
 def rev(q: QuantizedArray, *, dimensions: Any, **params: Any) -> Any:
     return _shapes.rev(q, dimensions)

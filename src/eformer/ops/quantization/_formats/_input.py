@@ -55,6 +55,15 @@ def checked_axis(axis: Any, ndim: int) -> int:
     return axis - ndim if axis >= 0 else axis
 
 
+def checked_dtype(dtype: Any, default: Any, name: str) -> Any:
+    """The logical dtype of a quantized array: floating."""
+    if dtype is None:
+        return default
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype={jnp.dtype(dtype).name} is not allowed: {name} stands for floating values.")
+    return dtype
+
+
 def checked_block(block_size: Any, largest: int) -> int:
     block_size = _checks.check_block_size(block_size)
     if block_size > largest:
@@ -67,6 +76,8 @@ def axis_and_pad(q: Any, ndim: int, steps: int, unit: int) -> tuple[int, int]:
     axis = checked_axis(q.axis, ndim)
     declared = q.__dict__.get("_shape")
     if declared is None:
+        if not 0 <= q.pad < max(unit, 1) or q.pad > steps * unit:
+            raise ValueError(f"pad={q.pad} is not allowed: only the last {unit} values can be padding.")
         return axis, q.pad
     if len(declared) != ndim:
         raise AvalMismatchError(f"shape={declared} has {len(declared)} axes, but the storage holds {ndim}.")

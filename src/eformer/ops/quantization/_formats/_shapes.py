@@ -238,6 +238,8 @@ def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
         i = len(axes) if along_blocked else axes.index(dimension)
         if not along_blocked and any(p.shape[i] != a.shape[dimension] for p, a in zip(pieces, arrays, strict=True)):
             return NotImplemented  # a scale shared along this axis, and each piece has its own
+        if len({p.shape[:i] + p.shape[i + 1 :] for p in pieces}) > 1:
+            return NotImplemented
         return lax.concatenate(pieces, i)
 
     return _rebuilt(first, change, blocked, first.ndim, pad=arrays[-1].pad)

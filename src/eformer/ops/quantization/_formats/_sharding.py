@@ -23,25 +23,32 @@ def full_spec(spec: PartitionSpec, ndim: int, what: str) -> tuple[Any, ...]:
 
 
 def child_specs(q: Any, spec: PartitionSpec) -> Any:
-    """A pytree like `q` of PartitionSpecs, or None where the blocked axis cannot be split at all (a ragged end)."""
+    """A pytree like `q` of PartitionSpecs."""
     entries = full_spec(spec, q.ndim, repr(q))
     blocked = None if q.blocked is None else q.ndim + q.blocked
     if blocked is not None and entries[blocked] is not None and q.pad:
-        return None
+        raise ShardingError(
+            f"axis {blocked} of {q!r} ends in the middle of a block and cannot be split; split another axis, or "
+            f"quantize with a block size that divides {q.shape[blocked]}."
+        )
     specs = {}
     for part in q.parts:
         array = getattr(q, part.field)
         if array is not None:
-            specs[part.field] = jax.tree_util.tree_map(
-                lambda leaf, part=part: _leaf_spec(q, entries, blocked, part.tail, leaf), array
+            specs[part.field] = jax.tree_util.tree_map_with_path(
+                lambda path, leaf, part=part: _leaf_spec(q, entries, blocked, part.tail, leaf, path), array
             )
     return q.replaced(**specs)
 
 
-def _leaf_spec(q: Any, entries: tuple[Any, ...], blocked: int | None, tail: int, leaf: Any) -> PartitionSpec:
+def _leaf_spec(
+    q: Any, entries: tuple[Any, ...], blocked: int | None, tail: int, leaf: Any, path: tuple[Any, ...]
+) -> PartitionSpec:
     free = [e for axis, e in enumerate(entries) if axis != blocked]
     sizes = [n for axis, n in enumerate(q.shape) if axis != blocked]
-    if leaf.ndim != len(free) + tail:  # a compressed absmax keeps small arrays that are not laid out like the others
+    if (
+        path and path[-1].name != "codes"
+    ):  # a compressed absmax keeps small arrays that are not laid out like the others
         batch = min(leaf.ndim, q.ndim - q.core_ndim)
         return PartitionSpec(*(entries[:batch]))
     # A size-1 axis of a scale serves the whole logical axis: every device needs it.
@@ -68,6 +75,8 @@ def place(q: Any, sharding: Any) -> Any:
         for p in q.parts
         if getattr(q, p.field) is not None
     }
+    if isinstance(sharding, NamedSharding):  # in full, so that it still means the same axes behind new leading ones
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*full_spec(sharding.spec, q.ndim, repr(q))))
     return q.replaced(**placed, sharding=sharding)
 
 

@@ -51,7 +51,9 @@ def decode(codes: jax.Array, scale: jax.Array | None, *, fmt: str, cols: int, dt
     """The dense matrix D (..., R, cols) that codes and scale stand for."""
     if fmt == "nf4":
         assert scale is not None  # checked with the storage
-        values = jnp.asarray(NF4_CODEBOOK, dtype)[unpack(codes, fmt)] * scale[..., None].astype(dtype)
+        # Built from scalars: custom partitioning takes no array constants.
+        table = jnp.stack([jnp.full((), value, dtype) for value in NF4_CODEBOOK.tolist()])
+        values = table[unpack(codes, fmt)] * scale[..., None].astype(dtype)
         return values.reshape(*codes.shape[:-2], values.shape[-2] * values.shape[-1])[..., :cols]
     if fmt == "int8":
         values = codes.astype(dtype)

@@ -82,14 +82,14 @@ class Array8B(QuantizedArray):
         array = _input.as_float(array, "INT8")
         axes = _checks.check_axes((-1,) if axis is None else axis, array.ndim)
         weight, scale = codec.encode(array, axes=axes)
-        made = cls(scale, weight, axes, dtype=array.dtype if dtype is None else dtype)
+        made = cls(scale, weight, axes, dtype=_input.checked_dtype(dtype, array.dtype, "INT8"))
         return _input.keep_sharding(made, array)
 
 
 def _reduced_axes(scale: Any, weight: Any, given: Any) -> tuple[int, ...]:
-    """The axes along which the scale is shared, counted from the end."""
+    """The axes along which the scale is shared, counted from the end; along an axis of size 1 nothing is."""
     if given is not None:
-        return _checks.check_axes(given, weight.ndim)
+        _checks.check_axes(given, weight.ndim)
     shapes = zip(weight.shape, scale.shape, strict=True)
     return tuple(i - weight.ndim for i, (n, s) in enumerate(shapes) if s == 1 and n != 1)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import ImplicitArray, aux_field, materialize
+from eformer.jaximus import ImplicitArray, aux_field
 
 from .. import _checks, _input
 from .._base import Part, QuantizedArray
@@ -68,6 +68,11 @@ class ArrayNF4(QuantizedArray):
             _input.check_declared_shape(self, made)
             made = made if self.sharding is None else made.with_sharding(self.sharding)
             self._adopt(made.replaced(use_kernel=self.use_kernel))
+        elif _input.is_array(self.packed) and self.absmax is None:
+            raise TypeError(
+                f"ArrayNF4 takes a floating array to quantize, or packed storage together with absmax; got "
+                f"{self.packed.dtype}{list(self.packed.shape)} alone."
+            )
         elif _input.is_storage(self.packed, self.absmax):
             _check_storage(self)
             self.axis, self.pad = _input.axis_and_pad(
@@ -105,12 +110,18 @@ class ArrayNF4(QuantizedArray):
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
-        absmax = materialize(self.absmax)
-        dense = codec.decode(self.packed, absmax, axis=self.blocked, size=size, dtype=self.dtype)
+        dense = codec.decode(self.packed, self.part(self.scale_part), axis=self.blocked, size=size, dtype=self.dtype)
         return self._constrained(dense)
 
+    def decoded_entries(self, index: jax.Array) -> jax.Array:
+        """The values at these positions of the blocked axis, (free axes..., index axes...)."""
+        packed = self.packed.reshape(*self.packed.shape[:-2], -1)
+        codes = jnp.take(packed, index // 2, axis=-1) >> (4 * (1 - index % 2)).astype(jnp.uint8) & 15
+        absmax = jnp.take(self.part(self.scale_part), index // self.block_size, axis=-1)
+        return jnp.asarray(codec.CODEBOOK)[codes] * absmax
+
     def kernel_operands(self) -> tuple[jax.Array, jax.Array]:
-        return self.packed, materialize(self.absmax)
+        return self.packed, self.part(self.scale_part)
 
     @property
     def kernel_block(self) -> int:
@@ -145,7 +156,9 @@ class ArrayNF4(QuantizedArray):
             core = min(2, absmax.ndim)
             absmax = CompressedAbsmax(*codec.compress_absmax(absmax, core_ndim=core), core=core)
         pad = packed.shape[-2] * block_size - array.shape[axis]
-        made = cls(packed, absmax, block_size, axis=axis, pad=pad, dtype=array.dtype if dtype is None else dtype)
+        made = cls(
+            packed, absmax, block_size, axis=axis, pad=pad, dtype=_input.checked_dtype(dtype, array.dtype, "NF4")
+        )
         made = _input.keep_sharding(made, array)
         if verbose:
             print(f"quantized {array.dtype.name}{list(array.shape)} to {made!r}")

@@ -113,6 +113,18 @@ class Array1B(QuantizedArray):
         dense = codec.decode(self.weight, self.scale, axis=self.blocked, bits=self.bits, size=size, dtype=self.dtype)
         return self._constrained(dense)
 
+    def decoded_entries(self, index: jax.Array) -> jax.Array:
+        """The values at these positions of the blocked axis, (free axes..., index axes...)."""
+        per_byte = 8 // self.bits
+        shift = (8 - self.bits * (1 + index % per_byte)).astype(jnp.uint8)
+        field = jnp.take(self.weight, index // per_byte, axis=-1) >> shift & (2**self.bits - 1)
+        codes = field.astype(jnp.int8) - 1 if self.bits == 2 else 2 * field.astype(jnp.int8) - 1
+        if self.scale is None:
+            return codes
+        shared = self.scale.shape[-1] == 1
+        scale = jnp.take(self.scale, jnp.zeros_like(index) if shared else index, axis=-1)
+        return codes * scale
+
     def kernel_operands(self) -> tuple[jax.Array, Any]:
         return self.weight, self.scale
 
@@ -171,12 +183,14 @@ class Array1B(QuantizedArray):
         if kind not in codec.BITS:
             raise ValueError(f"{kind=} is unknown; allowed are {', '.join(map(repr, codec.BITS))}.")
         array = _input.as_float(array, kind)
+        if isinstance(threshold, (int, float)) and not threshold >= 0:
+            raise ValueError(f"{threshold=} is not allowed: give a magnitude of at least 0, or None for 0.5 * std.")
         at = _input.checked_axis(axis, array.ndim)
         weight, scales = codec.encode(array, threshold, kind=kind, axis=at, scale=scale)
         if scales is not None and scale == "tensor":  # one entry per row, so that rows can be sliced
             scales = jnp.broadcast_to(scales, (*weight.shape[:-1], 1))
         pad = weight.shape[-1] * (8 // codec.BITS[kind]) - array.shape[at]
-        dtype = array.dtype if dtype is None else dtype
+        dtype = _input.checked_dtype(dtype, array.dtype, kind)
         made = cls(weight, scale=scales, bits=codec.BITS[kind], axis=at, pad=pad, dtype=dtype)
         return _input.keep_sharding(made, array)
 
@@ -191,6 +205,6 @@ def _check_values(array: jax.Array, bits: int) -> None:
     wrong = np.asarray(array)[~np.isin(np.asarray(array), allowed)]
     if wrong.size:
         raise ValueError(
-            f"Array1B.quantize packs values in {set(allowed)}, got {wrong.flat[0]} among {wrong.size} others. "
+            f"Array1B.quantize packs values in {set(allowed)}, got {wrong.size} other values such as {wrong.flat[0]}. "
             'Use quantize(w, dtype="ternary") (or Array1B.from_float) to round floating values.'
         )
