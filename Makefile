@@ -16,7 +16,7 @@ test: lint types test-default test-newest
 
 # Unit tests, doctests, the README's blocks and the scripts of docs/ and examples/ are all pytest items.
 test-default: $(VENV)/dev.stamp
-	$(VENV)/bin/python -m pytest -n $(WORKERS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/oracle
 
 test-newest:
 	@if [ -n "$(NEWEST_PYTHON)" ]; then $(MAKE) --no-print-directory run-newest; \
@@ -24,7 +24,7 @@ test-newest:
 
 .PHONY: run-newest
 run-newest: $(NEWEST_VENV)/test.stamp
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS)
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/oracle
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
@@ -39,6 +39,11 @@ format: $(VENV)/dev.stamp
 
 demo: $(VENV)/run.stamp
 	$(VENV)/bin/python examples/quickstart.py
+
+# Compares with bitsandbytes on the CPU; torch is pinned to a build without CUDA packages.
+.PHONY: oracle
+oracle: $(VENV)/oracle.stamp
+	$(VENV)/bin/python -m pytest tests/oracle
 
 # Each benchmark takes --quick and --json PATH.
 bench: $(VENV)/dev.stamp
@@ -64,6 +69,11 @@ $(VENV)/run.stamp: $(BUILD_FILES) | $(VENV)/bin/python
 $(VENV)/dev.stamp: $(BUILD_FILES) | $(VENV)/bin/python
 	$(VENV)/bin/python $(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/run.stamp
+
+$(VENV)/oracle.stamp: $(VENV)/dev.stamp
+	$(VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[oracle]'
+	@touch $@
 
 $(NEWEST_VENV)/test.stamp: $(BUILD_FILES)
 	$(NEWEST_PYTHON) -m venv $(NEWEST_VENV)

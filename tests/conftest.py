@@ -7,9 +7,11 @@ import zlib
 
 PLATFORM = os.environ.get("EFORMER_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Eight fake devices, so that sharding is tested on any machine.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Eight fake devices, so that sharding is tested on any machine; and quick compilation, which takes most of the time of
+# thousands of small programs (machine code is not optimized; what XLA fuses, and so memory, is as always).
+for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 
 import hypothesis
 import jax

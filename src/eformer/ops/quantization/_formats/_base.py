@@ -15,7 +15,6 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import ImplicitArray
-from eformer.jaximus._fallback import materialize_on_request
 from eformer.jaximus._fields import layout
 
 from . import _sharding
@@ -62,7 +61,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def part(self, part: Part) -> Any:
         """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
         array = getattr(self, part.field)
-        return materialize_on_request(array) if isinstance(array, ImplicitArray) else array
+        return array.expanded() if isinstance(array, ImplicitArray) else array
 
     @property
     def scale_part(self) -> Part:

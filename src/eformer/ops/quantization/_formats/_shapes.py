@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._base import Part
+from ._base import Part, QuantizedArray
 
 
 def blocked_axis(q: Any) -> int | None:
@@ -221,8 +221,17 @@ def same_layout(arrays: Sequence[Any]) -> bool:
     )
 
 
+def _all_or_no_scales(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Bare codes next to scaled ones get a scale of one."""
+    bare = [isinstance(a, QuantizedArray) and a.part(a.scale_part) is None for a in arrays]
+    if all(bare) or not any(bare):
+        return arrays
+    return [a.scaled(jnp.ones((1,) * a.ndim), a.dtype) if b else a for a, b in zip(arrays, bare, strict=True)]
+
+
 def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
     """Join arrays of one layout: along a free axis, or along the blocked one where it ends on whole blocks."""
+    arrays = _all_or_no_scales(arrays)
     first = arrays[0]
     if not same_layout(arrays):
         return NotImplemented
@@ -247,6 +256,7 @@ def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
 
 def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
     """`select_n` with one predicate for whole arrays."""
+    cases = _all_or_no_scales(cases)
     if pred.ndim or not same_layout(cases) or any(c.pad != cases[0].pad or c.shape != cases[0].shape for c in cases):
         return NotImplemented
 

@@ -36,8 +36,12 @@ class CompressedAbsmax(ImplicitArray, frozen=True, warn_on_materialize=False):
     def compute_dtype(self) -> Any:
         return jnp.dtype(jnp.float32)
 
-    def materialize(self) -> jax.Array:
+    def expanded(self) -> jax.Array:
+        """The absmax in f32: small, and needed whole by every product, so it is no materialization to speak of."""
         return codec.expand_absmax(self.codes, self.scale, self.offset, core_ndim=self.core)
+
+    def materialize(self) -> jax.Array:
+        return self.expanded()
 
 
 @dataclasses.dataclass
