@@ -61,7 +61,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def part(self, part: Part) -> Any:
         """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
         array = getattr(self, part.field)
-        return array.expanded() if isinstance(array, ImplicitArray) else array
+        return array.expanded() if hasattr(array, "expanded") else array
 
     @property
     def scale_part(self) -> Part:

@@ -16,6 +16,7 @@ from jax import lax
 
 from eformer import _jax_compat as compat
 
+from .._kernels.problem import FORMATS
 from .._kernels.ragged import qragged_dot
 from .._kernels.spec import qmatmul
 from . import _shapes
@@ -43,6 +44,8 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
     lhs, rhs = (q, x) if q_first else (x, q)
     (out,) = compat.result_avals(primitive, [lhs, rhs], params) or [None]
     if out is None or not jnp.issubdtype(out.dtype, jnp.inexact) or params.get("out_sharding") is not None:
+        return NotImplemented
+    if q.format not in FORMATS:  # somebody's own format, which the kernels cannot read
         return NotImplemented
     plan = Plan(x, q, params["dimension_numbers"], q_first)
     if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
@@ -209,7 +212,7 @@ def ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
         and params.get("group_offset") is None
         and (q.blocked is None or _shapes.blocked_axis(q) != 0)
     )
-    if not plain or 0 in q.shape or 0 in x.shape:
+    if not plain or q.format not in FORMATS or 0 in q.shape or 0 in x.shape:
         return NotImplemented
     contracted = qc[0]
     if q.blocked is None:
