@@ -178,6 +178,8 @@ def block8_dot(x: jax.Array, w: Block8, x_dims: Any, w_dims: Any, w_first: bool,
         return jnp.moveaxis(y, -1, 0) if w_first else y
 
     if not stacked:
+        if w_batch:
+            return NotImplemented
         y = one(x, w)
     elif tuple(w_batch) == (0,):
         y = jax.vmap(one)(x, w)
