@@ -240,13 +240,18 @@ def _ask(primitive: Any, name: str, types: Any, values: list[Any], params: dict[
 
 def _as_operand(value: Any) -> Any:
     """Handlers see arrays: numbers and numpy values become jax.Arrays."""
-    return value if isinstance(value, (ImplicitArray, jax.Array)) else jnp.asarray(value)
+    return value if _is_array(value) else jnp.asarray(value)
+
+
+def _is_array(value: Any) -> bool:
+    # `isinstance(value, jax.Array)` goes through a metaclass; all of those, and only those, have an aval
+    return isinstance(value, ImplicitArray) or hasattr(value, "aval")
 
 
 def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], params: dict[str, Any]) -> Any:
     """The result of a handler, if it can be the result of this primitive."""
     expected = compat.result_avals(primitive, operands, params)
-    if expected is not None and not primitive.multiple_results and isinstance(out, (ImplicitArray, jax.Array)):
+    if expected is not None and not primitive.multiple_results and _is_array(out):
         aval = expected[0]
         if out.dtype == aval.dtype and out.shape == aval.shape:  # the usual case: one result, and it is right
             return out
