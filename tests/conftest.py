@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import zlib
 
@@ -9,7 +10,10 @@ PLATFORM = os.environ.get("EFORMER_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
 # Eight fake devices, so that sharding is tested on any machine; and quick compilation, which takes most of the time of
 # thousands of small programs (machine code is not optimized; what XLA fuses, and so memory, is as always).
-for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+_flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases refuse to start with a flag they dropped
+    _flags.append("--xla_cpu_use_fusion_emitters=false")
+for _flag in _flags:
     if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -94,7 +95,7 @@ def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) ->
         primitive,
         tuple([(a.shape, a.dtype) for a in args]),
         tuple(params.items()),
-        jax.config.read("jax_enable_x64"),
+        _config.enable_x64.value,
     )
     try:
         return _result_avals[key]

@@ -134,16 +134,17 @@ class ImplicitTrace(compat.Trace):
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if self.is_block and not self.is_open():
             return compat.bind_at(primitive, self.parent_trace, tracers, params)
-        tag = self.tag
-        values = [t.value if type(t) is ImplicitTracer and t._trace.tag is tag else t for t in tracers]
+        tag, found, values = self.tag, False, []
+        for t in tracers:
+            if type(t) is ImplicitTracer and t._trace.tag is tag:
+                t, found = t.value, True
+            elif not found and isinstance(t, ImplicitArray):
+                found = True
+            values.append(t)
         if primitive is box_p:
             return ImplicitTracer(self, unbox(values, params["treedef"]))
-        for value in values:
-            if isinstance(value, ImplicitArray):
-                break
-        else:
-            if not _may_hide_box(primitive, params):
-                return compat.bind_at(primitive, self.parent_trace, values, params)
+        if not found and not _may_hide_box(primitive, params):
+            return compat.bind_at(primitive, self.parent_trace, values, params)
         with compat.set_current_trace(self.parent_trace):
             out = dispatch(primitive, values, params)
         return [self.wrap(v) for v in out] if primitive.multiple_results else self.wrap(out)
