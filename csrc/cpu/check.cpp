@@ -1,0 +1,104 @@
+#include "check.h"
+
+namespace eformer {
+
+Attributes::Attributes(const ffi::Dictionary& attributes) {
+  const auto read = [&](const char* name, int64_t& value) {
+    if (!attributes.contains<int64_t>(name)) return;
+    value = attributes.get<int64_t>(name).value();
+  };
+  read("fmt", fmt);
+  read("form", form);
+  read("cols", cols);
+  read("block", block);
+  read("isa", isa);
+  read("threads", threads);
+}
+
+std::string show(const ffi::AnyBuffer& buffer) {
+  std::ostringstream text;
+  text << buffer.element_type() << "[";
+  const char* comma = "";
+  for (int64_t size : buffer.dimensions()) {
+    text << comma << size;
+    comma = ", ";
+  }
+  text << "]";
+  return text.str();
+}
+
+std::optional<Type> float_type(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F32: return Type::f32;
+    case ffi::DataType::BF16: return Type::bf16;
+    case ffi::DataType::F16: return Type::f16;
+    default: return std::nullopt;
+  }
+}
+
+namespace {
+
+ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t batch, Matrix& d) {
+  if (a.form < 0 || a.form > 1) return invalid("form=", a.form, " is unknown; 0 dot, 1 axpy.");
+  if (a.fmt < 0 || a.fmt > 3) return invalid("fmt=", a.fmt, " is unknown; 0 nf4, 1 int8, 2 ternary, 3 binary.");
+  d.format = static_cast<Format>(a.fmt);
+  const bool nf4 = d.format == Format::nf4;
+  const auto type = d.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
+  const auto dims = codes.dimensions();
+  if (codes.element_type() != type || static_cast<int64_t>(dims.size()) != batch + (nf4 ? 3 : 2))
+    return invalid("codes ", show(codes), " must be ", type, " of rank ", batch + (nf4 ? 3 : 2), ".");
+  if (a.cols < 0 || a.block < 0) return invalid("cols=", a.cols, " and block=", a.block, " must not be negative.");
+  d.rows = dims[batch];
+  d.cols = a.cols;
+  d.block = nf4 ? a.block : 0;
+  d.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  if (nf4) {
+    if (a.block < 2 || a.block % 2 || dims[batch + 1] != d.blocks() || dims[batch + 2] * 2 != a.block)
+      return invalid("nf4 codes ", show(codes), " do not hold ", a.cols, " columns in blocks of ", a.block, ".");
+    d.row_bytes = d.blocks() * a.block / 2;
+  } else {
+    d.row_bytes = (a.cols + per_byte(d.format) - 1) / per_byte(d.format);
+    if (dims[batch + 1] != d.row_bytes) return invalid("codes ", show(codes), " do not hold ", a.cols, " columns.");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error check_scale(const ffi::AnyBuffer& scale, const ffi::AnyBuffer& codes, int64_t batch, Matrix& d) {
+  const bool nf4 = d.format == Format::nf4;
+  if (!nf4 && scale.element_count() == 0) return ffi::Error::Success();
+  const auto type = float_type(scale);
+  const auto dims = scale.dimensions();
+  if (!type || static_cast<int64_t>(dims.size()) != batch + 2 || (batch && dims[0] != codes.dimensions()[0]))
+    return invalid("scale ", show(scale), " must be f32, bf16 or f16 with the batch axes of codes ", show(codes), ".");
+  const int64_t rows = dims[batch], cols = dims[batch + 1];
+  const int64_t full = nf4 ? d.blocks() : d.cols;
+  const bool fits = nf4 ? rows == d.rows && cols == full : (rows == d.rows || rows == 1) && (cols == full || cols == 1);
+  if (!fits) return invalid("scale ", show(scale), " does not fit D of ", d.rows, " rows and ", full, " scales a row.");
+  d.scale.data = scale.untyped_data();
+  d.scale.type = *type;
+  d.scale.row_stride = rows == 1 ? 0 : cols;
+  d.scale.col_stride = cols == 1 ? 0 : 1;
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const Attributes& a, int64_t batch,
+                       Stack& stack) {
+  if (auto error = check_codes(codes, a, batch, stack.first); error.failure()) return error;
+  if (auto error = check_scale(scale, codes, batch, stack.first); error.failure()) return error;
+  stack.count = batch ? codes.dimensions()[0] : 1;
+  stack.codes_step = stack.first.rows * stack.first.row_bytes;
+  stack.scale_step = stack.count ? static_cast<int64_t>(scale.size_bytes()) / stack.count : 0;
+  return ffi::Error::Success();
+}
+
+ffi::Error check_kernels(int64_t isa, const Kernels*& kernels) {
+  kernels = kernels_of(isa);
+  if (kernels) return ffi::Error::Success();
+  std::ostringstream text;
+  text << "eformer: no CPU kernels for isa=" << isa << " on this machine, whose best is " << best_isa() << ".";
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, text.str());
+}
+
+}  // namespace eformer

@@ -1,0 +1,140 @@
+// The tile engine: AMX multiplies 16 x 32 by 32 x 16 bf16 values in one instruction.
+//
+// x is split into `x_parts` bf16 parts and D into `w_parts`, exactly, and all products of parts are summed in f32.
+#pragma once
+
+#include "pairs.h"
+#include "rows.h"
+#include "weights.h"
+
+namespace eformer::EFORMER_ISA {
+
+// Tiles 0 to 3 hold sums, 4 to 7 operands; `rows` rows of x at a time.
+class TileConfig {
+ public:
+  explicit TileConfig(int64_t rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int t = 0; t < 8; ++t) {
+      config.bytes[t] = 64;
+      config.rows[t] = static_cast<uint8_t>(t == 6 || t == 7 ? 16 : rows);
+    }
+    _tile_loadconfig(&config);
+  }
+  TileConfig(const TileConfig&) = delete;
+  ~TileConfig() { _tile_release(); }
+};
+
+template <int x_parts, int w_parts>
+struct AmxEngine {
+  static constexpr int depth = w_parts == 1 ? 256 : 64;  // a panel fits the nearest cache
+  static constexpr int side = 16;             // rows and columns of a tile of sums
+  static constexpr int step = 32;             // k per instruction
+  static constexpr int x_tile = side * step;  // values
+
+  // x is packed as [m / 16][k / 32][part][16][32], rows and columns beyond the end being zero.
+  using Packed = uint16_t;
+  using Panel = uint32_t;
+  using Sink = PairSink<w_parts, depth>;
+  static constexpr int panel_size = w_parts * Sink::part_size;
+  static int64_t steps(int64_t k) { return ceil_div(k, step); }
+  static int64_t packed_size(int64_t m, int64_t k) { return ceil_div(m, side) * steps(k) * x_parts * x_tile; }
+  static int64_t packed_chunks(int64_t m) { return ceil_div(m, side); }
+
+  // Lives as long as one thread multiplies.
+  struct Session {
+    TileConfig config;
+    explicit Session(int64_t m) : config(min(m, side)) {}
+  };
+
+  static void finish(Panel* panel, int64_t count) { Sink{panel}.pad(count, step); }
+
+  static void pack(const Product& p, const float* factor, int64_t chunk, Packed* packed) {
+    constexpr int some = 8 * step;
+    const int64_t k = p.k(), m0 = chunk * side;
+    Packed* band = packed + chunk * steps(k) * x_parts * x_tile;
+    for (int64_t i = 0; i < side; ++i)
+      for (int64_t k0 = 0; k0 < k; k0 += some) {
+        const int64_t count = m0 + i < p.m ? min(some, k - k0) : 0;
+        alignas(64) float values[some] = {};
+        read_row(p.x, p.x_type, (m0 + i) * k + k0, count, factor ? factor + k0 : nullptr, values);
+        for (int64_t s = 0; s < min(some, k - k0); s += step)
+          split(values + s, band + (k0 + s) / step * x_parts * x_tile + i * step);
+      }
+  }
+
+  // c (m, tile) = or += x[:, k0 : k0 + count] @ panel
+  static void multiply(const Packed* packed, int64_t m, int64_t k, int64_t k0, int64_t count, const Panel* panel,
+                       bool first, float* c) {
+    const int64_t band = steps(k) * x_parts * x_tile, n_steps = steps(count);
+    const Packed* x = packed + k0 / step * x_parts * x_tile;
+    for (int64_t m0 = 0; m0 < m; m0 += side, x += band)
+      one_by_four(x, panel, n_steps, min(m - m0, side), first, c + m0 * tile);
+  }
+
+ private:
+  // One row of 32 values into the parts of its tile. Infinities and NaN have no remainder.
+  static void split(const float* values, Packed* to) {
+    for (int half = 0; half < 2; ++half) {
+      F v = load(values + half * lanes);
+      for (int part = 0; part < x_parts; ++part) {
+        const __mmask16 special = _mm512_fpclass_ps_mask(v, 0x99);
+        const I bits = _mm512_mask_or_epi32(as_bits(v), _mm512_fpclass_ps_mask(v, 0x81), as_bits(v), broadcast_bits(0x400000));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + part * x_tile + half * lanes),
+                            _mm512_cvtepi32_epi16(shift_right<16>(bits)));
+        v = _mm512_mask_mov_ps(sub(v, leading_part(v)), special, zero());
+      }
+    }
+  }
+
+  // Row-tile sums in tile `t` go to c, `rows` of them.
+  template <int t>
+  static INLINE void add_to(float* c, int64_t rows, bool first) {
+    alignas(64) float sums[side * side];
+    store_tile<t>(sums);
+    for (int64_t i = 0; i < rows; ++i) {
+      const F s = load(sums + i * side);
+      store(c + i * tile, first ? s : add(load(c + i * tile), s));
+    }
+  }
+
+  template <int t>
+  static INLINE void store_tile(float* to) {
+    if constexpr (t == 0) _tile_stored(0, to, 64);
+    if constexpr (t == 1) _tile_stored(1, to, 64);
+    if constexpr (t == 2) _tile_stored(2, to, 64);
+    if constexpr (t == 3) _tile_stored(3, to, 64);
+  }
+
+  // At most 16 rows of x, 64 outputs.
+  static void one_by_four(const Packed* x, const Panel* panel, int64_t n_steps, int64_t rows, bool first, float* c) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t s = 0; s < n_steps; ++s, x += x_parts * x_tile, panel += step / 2 * tile)
+      for (int wp = 0; wp < w_parts; ++wp) {
+        const Panel* w = panel + wp * Sink::part_size;
+        for (int xp = 0; xp < x_parts; ++xp) {
+          _tile_loadd(4, x + xp * x_tile, step * 2);
+          _tile_loadd(6, w, tile * 4);
+          _tile_loadd(7, w + side, tile * 4);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_loadd(6, w + 2 * side, tile * 4);
+          _tile_loadd(7, w + 3 * side, tile * 4);
+          _tile_dpbf16ps(2, 4, 6);
+          _tile_dpbf16ps(3, 4, 7);
+        }
+      }
+    add_to<0>(c, rows, first);
+    add_to<1>(c + side, rows, first);
+    add_to<2>(c + 2 * side, rows, first);
+    add_to<3>(c + 3 * side, rows, first);
+  }
+};
+
+}  // namespace eformer::EFORMER_ISA

@@ -1,0 +1,203 @@
+// The doors of the library: XLA FFI handlers and two plain functions. Checks and loops over matrices, no arithmetic.
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "check.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace eformer {
+namespace {
+
+constexpr int64_t abi_version = 1;
+
+// The scratch memory of a call is the one thing that can run out; the C API of the FFI must not see an exception.
+template <class Call>
+ffi::Error guarded(Call&& call) {
+  try {
+    call();
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eformer: no memory for the scratch space of a product.");
+  }
+}
+
+struct Operands {
+  Type x_type, y_type;
+  int64_t m, k, n;
+};
+
+// x (batch..., M, K) and y (batch..., M, N) against the matrices of `stack`.
+ffi::Error check_operands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, Form form, const Stack& stack,
+                          size_t batch, Operands& o) {
+  const auto xd = x.dimensions(), yd = y.dimensions();
+  const auto x_type = float_type(x), y_type = float_type(y);
+  const Matrix& d = stack.first;
+  o.k = form == Form::dot ? d.cols : d.rows;
+  o.n = form == Form::dot ? d.rows : d.cols;
+  const bool ranks = xd.size() == batch + 2 && yd.size() == batch + 2;
+  if (!x_type || !y_type || !ranks || xd[batch + 1] != o.k || yd[batch + 1] != o.n || xd[batch] != yd[batch] ||
+      (batch && (xd[0] != stack.count || yd[0] != stack.count)))
+    return invalid("x ", show(x), " and y ", show(y), " do not fit D of ", d.rows, " rows and ", d.cols, " columns, ",
+                   "form ", static_cast<int64_t>(form), ".");
+  o.x_type = *x_type;
+  o.y_type = *y_type;
+  o.m = xd[batch];
+  return ffi::Error::Success();
+}
+
+Product product(const Operands& o, Form form, const Matrix& d, const ffi::AnyBuffer& x, int64_t row, int64_t m,
+                const ffi::AnyBuffer& y) {
+  const auto* from = static_cast<const std::byte*>(x.untyped_data()) + row * o.k * size_of(o.x_type);
+  auto* to = static_cast<std::byte*>(y.untyped_data()) + row * o.n * size_of(o.y_type);
+  return {form, from, o.x_type, d, to, o.y_type, m};
+}
+
+// Runs products 0..count-1, each on all threads, or, when they are small and many, each on one.
+template <class Make>
+ffi::Error run_all(const Kernels& kernels, Pool& pool, int64_t count, int64_t work_each, Make&& make) {
+  constexpr int64_t small = 1 << 20;
+  if (count == 1 || work_each > small || pool.workers() == 1)
+    return guarded([&] { for (int64_t i = 0; i < count; ++i) kernels.matmul(make(i), pool); });
+  struct State {
+    const Kernels& kernels;
+    Make& make;
+    std::atomic<bool> failed{false};
+  } state{kernels, make};
+  const auto one = [](void* data, int64_t i, int64_t) {
+    auto& state = *static_cast<State*>(data);
+    Inline here;
+    if (guarded([&] { state.kernels.matmul(state.make(i), here); }).failure()) state.failed = true;
+  };
+  const auto all = guarded([&] { pool.loop(count, {one, &state}); });
+  return state.failed ? ffi::Error(ffi::ErrorCode::kResourceExhausted, "eformer: no memory for scratch space.") : all;
+}
+
+ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Form form = static_cast<Form>(a.form);
+  const Kernels* kernels;
+  Stack stack{};
+  Operands o;
+  if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
+  if (auto e = check_stack(codes, scale, a, 1, stack); e.failure()) return e;
+  if (auto e = check_operands(x, *y, form, stack, 1, o); e.failure()) return e;
+  Pool pool(threads, a.threads);
+  return run_all(*kernels, pool, stack.count, o.m * o.k * o.n,
+                 [&](int64_t i) { return product(o, form, stack[i], x, i * o.m, o.m, *y); });
+}
+
+ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                  ffi::Buffer<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Form form = static_cast<Form>(a.form);
+  const Kernels* kernels;
+  Stack stack{};
+  Operands o;
+  if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
+  if (auto e = check_stack(codes, scale, a, 1, stack); e.failure()) return e;
+  if (auto e = check_operands(x, *y, form, stack, 0, o); e.failure()) return e;
+  if (static_cast<int64_t>(group_sizes.element_count()) != stack.count)
+    return invalid("group_sizes has ", group_sizes.element_count(), " entries for ", stack.count, " matrices.");
+  Pool pool(threads, a.threads);
+  const int32_t* sizes = group_sizes.typed_data();
+  int64_t row = 0;
+  auto result = guarded([&] {
+    for (int64_t g = 0; g < stack.count && row < o.m; ++g) {
+      const int64_t m = std::clamp<int64_t>(sizes[g], 0, o.m - row);
+      if (m) kernels->matmul(product(o, form, stack[g], x, row, m, *y), pool);
+      row += m;
+    }
+  });
+  const size_t row_bytes = o.n * size_of(o.y_type);
+  std::memset(static_cast<std::byte*>(y->untyped_data()) + row * row_bytes, 0, (o.m - row) * row_bytes);
+  return result;
+}
+
+ffi::Error Qgather(ffi::ThreadPool threads, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> indices,
+                   ffi::Result<ffi::AnyBuffer> rows, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Kernels* kernels;
+  Stack stack{};
+  if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
+  if (auto e = check_stack(codes, scale, a, 0, stack); e.failure()) return e;
+  const auto dims = rows->dimensions();
+  const auto type = float_type(*rows);
+  const auto count = static_cast<int64_t>(indices.element_count());
+  if (!type || dims.size() != 2 || dims[0] != count || dims[1] != a.cols)
+    return invalid("rows ", show(*rows), " must be f32, bf16 or f16 of ", count, " by ", a.cols, ".");
+  if (count && !stack.first.rows) return invalid("there are no rows to gather from in ", show(codes), ".");
+  Pool pool(threads, a.threads);
+  return guarded([&] {
+    kernels->gather({stack.first, indices.typed_data(), count, rows->untyped_data(), *type}, pool);
+  });
+}
+
+ffi::Error Nf4Encode(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi::Buffer<ffi::U8>> codes,
+                     ffi::Result<ffi::Buffer<ffi::F32>> absmax, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Kernels* kernels;
+  if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
+  const auto type = float_type(x);
+  const auto xd = x.dimensions(), cd = codes->dimensions(), ad = absmax->dimensions();
+  if (!type || xd.size() != 2) return invalid("x ", show(x), " must be f32, bf16 or f16 of rank 2.");
+  if (a.block < 2 || a.block % 2) return invalid("block=", a.block, " must be even and positive.");
+  const int64_t blocks = (xd[1] + a.block - 1) / a.block;
+  if (cd.size() != 3 || cd[0] != xd[0] || cd[1] != blocks || cd[2] * 2 != a.block || ad.size() != 2 ||
+      ad[0] != xd[0] || ad[1] != blocks)
+    return invalid("codes and absmax of x ", show(x), " must be [", xd[0], ", ", blocks, ", ", a.block / 2, "] and [",
+                   xd[0], ", ", blocks, "].");
+  Pool pool(threads, a.threads);
+  return guarded([&] {
+    kernels->encode({x.untyped_data(), *type, xd[0], xd[1], a.block, codes->typed_data(), absmax->typed_data()}, pool);
+  });
+}
+
+}  // namespace
+}  // namespace eformer
+
+// The library is compiled with hidden visibility; these names are what it exports.
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQmatmul, eformer::Qmatmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // codes
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Ret<xla::ffi::AnyBuffer>()  // y
+                                  .Attrs<xla::ffi::Dictionary>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerRagged, eformer::Ragged,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x
+                                  .Arg<xla::ffi::AnyBuffer>()              // codes
+                                  .Arg<xla::ffi::AnyBuffer>()              // scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // group_sizes
+                                  .Ret<xla::ffi::AnyBuffer>()              // y
+                                  .Attrs<xla::ffi::Dictionary>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQgather, eformer::Qgather,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // codes
+                                  .Arg<xla::ffi::AnyBuffer>()              // scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // indices
+                                  .Ret<xla::ffi::AnyBuffer>()              // rows
+                                  .Attrs<xla::ffi::Dictionary>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerNf4Encode, eformer::Nf4Encode,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()   // codes
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()  // absmax
+                                  .Attrs<xla::ffi::Dictionary>());
+
+extern "C" int64_t eformer_cpu_isa() { return eformer::best_isa(); }
+extern "C" int64_t eformer_cpu_abi() { return eformer::abi_version; }
+
+#pragma GCC visibility pop

@@ -1,0 +1,48 @@
+// Decoded rows of D, for embeddings: only the rows asked for are touched.
+#pragma once
+
+#include "groups.h"
+#include "memory.h"
+#include "rows.h"
+
+namespace eformer::EFORMER_ISA {
+
+template <Format format>
+class RowGather {
+ public:
+  static void run(const Gather& g, Runtime& runtime) {
+    const Matrix& d = g.d;
+    const int64_t width = round_up(d.cols, group_columns), scales = max(d.blocks(), d.cols);
+    Layout layout;
+    const auto values = layout.add<float>(width, runtime.workers());
+    const auto factors = layout.add<float>(scales, runtime.workers());
+    std::byte* base = runtime.scratch(layout.bytes);
+    const int64_t chunk = max(1, 16384 / max(1, d.cols));
+    for_each(runtime, ceil_div(g.count, chunk), [&](int64_t c, int64_t worker) {
+      for (int64_t i = c * chunk; i < min(g.count, (c + 1) * chunk); ++i)
+        row(g, i, values.in(base, worker), factors.in(base, worker));
+    });
+  }
+
+ private:
+  static void row(const Gather& g, int64_t i, float* values, float* factors) {
+    const Matrix& d = g.d;
+    const int64_t at = max(0, min(g.indices[i], d.rows - 1));
+    const int64_t first = at * d.scale.row_stride;
+    const bool varies = d.scale.data && d.scale.col_stride;
+    if (varies) read_row(d.scale.data, d.scale.type, first, d.block ? d.blocks() : d.cols, nullptr, factors);
+    Weights w{format, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks()};
+    if (format == Format::nf4) w.per_block = factors;
+    for (int64_t n = 0; n < d.cols; n += group_columns) {
+      F value[4];
+      GroupReader<format>(w, n).read(0, value);
+      float group[group_columns];
+      for (int j = 0; j < 4; ++j) store(group + j * lanes, value[j]);
+      for (int p = 0; p < group_columns; ++p) values[n + Decoder<format>::order(p / lanes, p % lanes)] = group[p];
+    }
+    const float everywhere = d.scale.data && !varies ? load_as_f32(d.scale.data, d.scale.type, first) : 1;
+    write_row(values, d.cols, varies && format != Format::nf4 ? factors : nullptr, everywhere, g.out, g.type, i * d.cols);
+  }
+};
+
+}  // namespace eformer::EFORMER_ISA

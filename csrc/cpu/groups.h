@@ -1,0 +1,68 @@
+// Reading groups of columns of one row, scaled where the format has a scale inside the row (NF4).
+#pragma once
+
+#include <cstring>
+
+#include "formats.h"
+#include "weights.h"
+
+namespace eformer::EFORMER_ISA {
+
+// The group that starts at column `first` of every row.
+template <Format format>
+class GroupReader {
+ public:
+  static constexpr int bytes = group_bytes<format>;
+
+  GroupReader(const Weights& w, int64_t first) : w_(w), first_(first), byte_(first / per_byte(format)) {
+    available_ = w.row_bytes - byte_;
+    if constexpr (format == Format::nf4) {
+      base_ = first / w.block;
+      one_block_ = base_ == (min(first + group_columns, w.cols) - 1) / w.block;
+      if (one_block_) return;
+      for (int p = 0; p < group_columns; ++p) {
+        const int64_t column = first + decoder_.order(p / lanes, p % lanes);
+        offset_[p] = static_cast<int32_t>(min(column, w.cols - 1) / w.block - base_);
+      }
+    }
+  }
+
+  const uint8_t* codes(int64_t row) const { return w_.codes + row * w_.row_bytes + byte_; }
+
+  // value[j] lane i is column order(j, i) of the group. Never reads past the end of the row.
+  INLINE void read(int64_t row, F (&value)[4]) const {
+    const uint8_t* from = codes(row);
+    uint8_t padded[bytes];
+    if (available_ < bytes) [[unlikely]] {
+      std::memset(padded, 0, bytes);
+      std::memcpy(padded, from, available_);
+      from = padded;
+    }
+    const auto group = decoder_.group(from);
+    if constexpr (format == Format::nf4) {
+      const float* scales = w_.per_block + row * w_.blocks + base_;
+      if (one_block_) [[likely]] {
+        const auto scaled = decoder_.times(*scales);
+        unroll<4>([&]<int J>() { value[J] = scaled.template value<J>(group); });
+        return;
+      }
+      float each[group_columns];
+      for (int p = 0; p < group_columns; ++p) each[p] = scales[offset_[p]];
+      unroll<4>([&]<int J>() { value[J] = mul(decoder_.template value<J>(group), load(each + J * lanes)); });
+    } else {
+      unroll<4>([&]<int J>() { value[J] = decoder_.template value<J>(group); });
+    }
+  }
+
+ private:
+  const Weights& w_;
+  const Decoder<format> decoder_{};
+  const int64_t first_, byte_;
+  int64_t available_;
+  // NF4: the block of the first column, whether all columns share it, and if not where the others are.
+  int64_t base_ = 0;
+  bool one_block_ = true;
+  int32_t offset_[format == Format::nf4 ? group_columns : 1];
+};
+
+}  // namespace eformer::EFORMER_ISA

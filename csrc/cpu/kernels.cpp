@@ -1,0 +1,95 @@
+// Compiled once per instruction set, with EFORMER_ISA naming its namespace.
+#include "kernels.h"
+
+#if defined(__AMX_BF16__)
+#include "engine_amx.h"
+#endif
+#include "engine_fma.h"
+#include "encode.h"
+#include "gather.h"
+#include "gemm.h"
+#include "plain.h"
+#include "scalar.h"
+#include "small_axpy.h"
+#include "small_dot.h"
+#include "table.h"
+#include "wide_nf4.h"
+
+namespace eformer::EFORMER_ISA {
+namespace {
+
+template <class Engine, Format format>
+void panels(const Product& p, Runtime& runtime) {
+  p.form == Form::dot ? Gemm<Engine, format, Form::dot>::run(p, runtime) : Gemm<Engine, format, Form::axpy>::run(p, runtime);
+}
+
+// Whether x enters the product as the bf16 values it holds, without a scale folded into it.
+[[maybe_unused]] bool exact_bf16(const Product& p) {
+  const bool folded = p.d.format != Format::nf4 && (p.form == Form::dot ? p.d.scale.col_stride : p.d.scale.row_stride);
+  return p.x_type == Type::bf16 && !folded;
+}
+
+template <Format format>
+void product(const Product& p, Runtime& runtime) {
+  if constexpr (Table<format, Form::dot>::possible) {
+    if (Table<format, Form::dot>::takes(p)) return Table<format, Form::dot>::run(p, runtime);
+  }
+  if constexpr (Table<format, Form::axpy>::possible) {
+    if (Table<format, Form::axpy>::takes(p)) return Table<format, Form::axpy>::run(p, runtime);
+  }
+  if constexpr (format == Format::nf4) {
+    using Wide = SmallDot<WideNf4, registers == 32 ? 1 : 4>;
+    if (Wide::takes(p)) return Wide::run(p, runtime);
+  }
+  using Narrow = SmallDot<Decoder<format>, 4>;
+  if (Narrow::takes(p)) return Narrow::run(p, runtime);
+  if (SmallAxpy<format>::takes(p)) return SmallAxpy<format>::run(p, runtime);
+#if defined(__AMX_BF16__)
+  // Products of parts per value: 1 or 3; NF4 times f32 would take 6, which is no faster than f32 arithmetic.
+  if constexpr (format == Format::nf4) {
+    if (exact_bf16(p)) return panels<AmxEngine<1, 3>, format>(p, runtime);
+  } else {
+    return exact_bf16(p) ? panels<AmxEngine<1, 1>, format>(p, runtime) : panels<AmxEngine<3, 1>, format>(p, runtime);
+  }
+#endif
+  panels<FmaEngine, format>(p, runtime);
+}
+
+// At most gemm_rows rows of x.
+void some_rows(const Product& p, Runtime& runtime) {
+  if (p.d.format != Format::nf4 && p.d.scale.row_stride && p.d.scale.col_stride) return plain(p, runtime);
+  switch (p.d.format) {
+    case Format::nf4: return product<Format::nf4>(p, runtime);
+    case Format::int8: return product<Format::int8>(p, runtime);
+    case Format::ternary: return product<Format::ternary>(p, runtime);
+    case Format::binary: return product<Format::binary>(p, runtime);
+  }
+}
+
+void matmul(const Product& p, Runtime& runtime) {
+  if (p.k() == 0) std::memset(p.y, 0, p.m * p.n() * size_of(p.y_type));
+  if (p.m == 0 || p.n() == 0 || p.k() == 0) return;
+  for (int64_t m0 = 0; m0 < p.m; m0 += gemm_rows) {
+    Product part = p;
+    part.m = min(gemm_rows, p.m - m0);
+    part.x = static_cast<const std::byte*>(p.x) + m0 * p.k() * size_of(p.x_type);
+    part.y = static_cast<std::byte*>(p.y) + m0 * p.n() * size_of(p.y_type);
+    some_rows(part, runtime);
+  }
+}
+
+void gather(const Gather& g, Runtime& runtime) {
+  switch (g.d.format) {
+    case Format::nf4: return RowGather<Format::nf4>::run(g, runtime);
+    case Format::int8: return RowGather<Format::int8>::run(g, runtime);
+    case Format::ternary: return RowGather<Format::ternary>::run(g, runtime);
+    case Format::binary: return RowGather<Format::binary>::run(g, runtime);
+  }
+}
+
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {matmul, gather, Nf4Encoder::run};
+
+}  // namespace eformer::EFORMER_ISA

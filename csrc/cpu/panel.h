@@ -1,0 +1,126 @@
+// Decoding a panel of D, some contracted indices (k) by `tile` outputs (n), for an engine.
+//
+// Where rows of D run along the outputs (axpy form), the columns inside a group keep the order in which they fall out of
+// the codes; `column_at` undoes it at the end. A Sink takes the vectors of two neighbouring k at a time:
+// put(k, position, even, odd), k even, position a multiple of `lanes` below `tile`.
+#pragma once
+
+#include <cstring>
+
+#include "formats.h"
+#include "groups.h"
+#include "weights.h"
+
+namespace eformer::EFORMER_ISA {
+
+constexpr int tile = 64;
+
+// The output, counted from the first of the tile, at position p of a panel.
+template <Format format, Form form>
+constexpr int column_at(int p) {
+  if (form == Form::dot) return p;
+  return p / group_columns * group_columns + Decoder<format>::order(p % group_columns / lanes, p % lanes);
+}
+
+// -- dot form: outputs are rows of D ---------------------------------------------------------------------------------
+//
+// Packed dwords are transposed, not floats: [dword of k][output].
+
+// Room for panels of `depth` contracted indices.
+template <Format format, int depth>
+struct DotStage {
+  static constexpr int per_dword = Decoder<format>::per_dword;
+  // Contracted indices per stage. Transposing pays from 16 dwords on, a cache line of codes.
+  static constexpr int span = per_dword * 16 > depth ? per_dword * 16 : depth;
+  static constexpr int dwords = span / per_dword;
+  static constexpr int most_blocks = format == Format::nf4 ? depth / 2 + 1 : 0;  // NF4 blocks a panel can touch
+
+  alignas(64) uint32_t bits[dwords * tile];
+  alignas(64) uint8_t padded[tile * dwords * 4];
+  alignas(64) float scales[most_blocks * tile + 1];
+};
+
+// Fills stage.bits for outputs n0... and contracted indices k0... (a multiple of span). `next` is where the following call
+// will read: the rows are far apart, which no hardware prefetcher follows, so the lines of each are asked for now.
+template <Format format, int depth>
+inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t* next, DotStage<format, depth>& stage) {
+  constexpr int dwords = stage.dwords, bytes = dwords * 4;
+  const int64_t first = k0 / per_byte(format);
+  const uint8_t* from = w.codes + n0 * w.row_bytes + first;
+  int64_t step = w.row_bytes;
+  if (n0 + tile > w.rows || first + bytes > w.row_bytes) {
+    const int64_t rows = min(tile, w.rows - n0), count = min(bytes, w.row_bytes - first);
+    std::memset(stage.padded, 0, sizeof stage.padded);
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(stage.padded + r * bytes, from + r * step, count);
+    from = stage.padded;
+    step = bytes;
+  }
+  for (int n = 0; n < tile; n += lanes) {
+    for (int r = n; r < n + lanes; ++r)
+      for (int b = 0; b < bytes; b += 64) __builtin_prefetch(next + r * w.row_bytes + b, 0, 2);
+    for (int d = 0; d < dwords; d += lanes)
+      transpose(from + n * step + d * 4, step, stage.bits + d * tile + n, tile);
+  }
+}
+
+// Fills stage.scales, [block][output], for the NF4 blocks that k0 ... k0 + count - 1 touch.
+template <int depth>
+inline void stage_scales(const Weights& w, int64_t n0, int64_t k0, int64_t count, DotStage<Format::nf4, depth>& stage) {
+  const int64_t first = k0 / w.block, blocks = (k0 + count - 1) / w.block - first + 1;
+  const int64_t outputs = min(tile, w.rows - n0);
+  for (int64_t n = 0; n < outputs; ++n) {
+    const float* from = w.per_block + (n0 + n) * w.blocks + first;
+    for (int64_t b = 0; b < blocks; ++b) stage.scales[b * tile + n] = from[b];
+  }
+}
+
+// Decodes k0 ... k0 + count - 1 out of the stage, whose first index is stage_k.
+template <Format format, int depth, class Sink>
+inline void decode_dot(const Weights& w, const DotStage<format, depth>& stage, int64_t stage_k, int64_t k0,
+                       int64_t count, const Sink& sink) {
+  constexpr int per_dword = Decoder<format>::per_dword;
+  constexpr int vectors = registers == 32 ? 4 : 2;  // side by side, so that their latencies overlap
+  const Decoder<format> decoder{};
+  for (int n = 0; n < tile; n += vectors * lanes) {
+    const uint32_t* bits = stage.bits + (k0 - stage_k) / per_dword * tile + n;
+    const float* scales = stage.scales + n;
+    int64_t left = format == Format::nf4 ? w.block - k0 % w.block : 0;
+    for (int64_t k = 0; k < count; k += per_dword, bits += tile) {
+      I g[vectors];
+      for (int v = 0; v < vectors; ++v) g[v] = load_bits(bits + v * lanes);
+      unroll<per_dword / 2>([&]<int P>() {
+        for (int v = 0; v < vectors; ++v) {
+          F even = decoder.template value<2 * P>(g[v]), odd = decoder.template value<2 * P + 1>(g[v]);
+          if constexpr (format == Format::nf4) {
+            const F s = load(scales + v * lanes);
+            even = mul(even, s), odd = mul(odd, s);
+          }
+          sink.put(k + 2 * P, n + v * lanes, even, odd);
+        }
+        if constexpr (format == Format::nf4) {
+          if ((left -= 2) == 0) scales += tile, left = w.block;  // blocks are even
+        }
+      });
+    }
+  }
+}
+
+// -- axpy form: outputs are columns of D -----------------------------------------------------------------------------
+
+// Decodes rows k0 ... k0 + count - 1 of the columns n0 ... n0 + tile - 1.
+template <Format format, int depth, class Sink>
+inline void decode_axpy(const Weights& w, int64_t n0, int64_t k0, int64_t count, const Sink& sink) {
+  for (int g = 0; g < tile && n0 + g < w.cols; g += group_columns) {
+    const GroupReader<format> reader(w, n0 + g);
+    for (int64_t k = 0; k < count; k += 2) {
+      F even[4], odd[4] = {zero(), zero(), zero(), zero()};
+      __builtin_prefetch(reader.codes(k0 + k + depth), 0, 2);
+      __builtin_prefetch(reader.codes(k0 + k + depth + 1), 0, 2);
+      reader.read(k0 + k, even);
+      if (k + 1 < count) reader.read(k0 + k + 1, odd);
+      for (int j = 0; j < 4; ++j) sink.put(k, g + j * lanes, even[j], odd[j]);
+    }
+  }
+}
+
+}  // namespace eformer::EFORMER_ISA

@@ -1,0 +1,82 @@
+// What a quantized product is, in plain C++: sizes, pointers and strides, no template and no vector type.
+//
+// D is the decoded matrix of `rows` x `cols`, stored row by row with the packed axis last.
+//   dot form:   y = x @ D.T    x (m, cols) -> y (m, rows)
+//   axpy form:  y = x @ D      x (m, rows) -> y (m, cols)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace eformer {
+
+enum class Format : int64_t { nf4, int8, ternary, binary };
+enum class Form : int64_t { dot, axpy };
+enum class Type : int64_t { f32, bf16, f16 };
+
+constexpr size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
+
+// Values per byte of codes.
+constexpr int64_t per_byte(Format format) {
+  switch (format) {
+    case Format::nf4: return 2;
+    case Format::int8: return 1;
+    case Format::ternary: return 4;
+    case Format::binary: return 8;
+  }
+  return 1;
+}
+
+// One factor per element of D (per block of columns in NF4), repeated along an axis whose stride is 0.
+// `data` is null when there is no scale.
+struct Scale {
+  const void* data = nullptr;
+  Type type = Type::f32;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+};
+
+struct Matrix {
+  Format format;
+  const uint8_t* codes;
+  Scale scale;
+  int64_t rows;
+  int64_t cols;
+  int64_t block;      // NF4: columns per scale, even; otherwise 0
+  int64_t row_bytes;  // distance of two rows of codes
+
+  int64_t blocks() const { return block ? (cols + block - 1) / block : 0; }
+};
+
+struct Product {
+  Form form;
+  const void* x;
+  Type x_type;
+  Matrix d;
+  void* y;
+  Type y_type;
+  int64_t m;
+
+  int64_t k() const { return form == Form::dot ? d.cols : d.rows; }
+  int64_t n() const { return form == Form::dot ? d.rows : d.cols; }
+};
+
+struct Gather {
+  Matrix d;
+  const int32_t* indices;
+  int64_t count;
+  void* out;  // (count, d.cols)
+  Type type;
+};
+
+struct Encode {
+  const void* x;  // (rows, cols)
+  Type type;
+  int64_t rows;
+  int64_t cols;
+  int64_t block;
+  uint8_t* codes;  // (rows, blocks, block / 2)
+  float* absmax;   // (rows, blocks)
+};
+
+}  // namespace eformer

@@ -1,0 +1,153 @@
+// Dot form with few rows of x: rows of D are read where they lie and decoded straight into registers.
+#pragma once
+
+#include <cstring>
+
+#include "formats.h"
+#include "memory.h"
+#include "rows.h"
+#include "weights.h"
+
+namespace eformer::EFORMER_ISA {
+
+// For up to `most_rows` rows of x; D is a decoder of groups of columns.
+template <class D, int most_rows>
+class SmallDot {
+ public:
+  // A group needs one scale, or a power of two of them that does not cut the columns of a lane.
+  static bool takes(const Product& p) {
+    const bool fits = p.form == Form::dot && p.m <= most_rows;
+    if constexpr (!nf4) return fits;
+    const int64_t block = p.d.block;
+    return fits && (block % D::columns == 0 || (D::columns % block == 0 && block >= D::finest));
+  }
+
+  static void run(const Product& p, Runtime& runtime) {
+    const int64_t padded = round_up(p.k(), D::columns);
+    Layout layout;
+    const auto scale = reserve_scale(layout, p.d);
+    const auto x = layout.add<float>(p.m * padded);
+    std::byte* base = runtime.scratch(layout.bytes);
+    const Weights w = weights_of(p, scale.in(base));
+    const SmallDot dot{p, w, x.in(base), padded};
+    for (int64_t i = 0; i < p.m; ++i) dot.pack(i, x.in(base) + i * padded);
+    const int64_t chunk = max(8, min(64, round_up(ceil_div(p.n(), 4 * runtime.workers()), 8)));
+    for_each(runtime, ceil_div(p.n(), chunk), [&](int64_t i, int64_t) {
+      dot.template outputs<most_rows>(i * chunk, min(p.n(), (i + 1) * chunk));
+    });
+  }
+
+ private:
+  static constexpr bool nf4 = D::format == Format::nf4;
+  static constexpr int bytes = D::columns / static_cast<int>(per_byte(D::format));
+
+  // Rows of D at once, for m rows of x at once: as many as the registers hold.
+  static constexpr int side_by_side(int m) { return registers == 32 ? 4 : m <= 2 ? 2 : 1; }
+
+  // A row of x in the order in which the columns of a group come out, zero beyond the end.
+  void pack(int64_t row, float* to) const {
+    const int64_t k = p.k();
+    for (int64_t first = 0; first < k; first += D::columns, to += D::columns) {
+      float part[D::columns] = {};
+      const float* factor = w.along_k ? w.along_k + first : nullptr;
+      read_row(p.x, p.x_type, row * k + first, min(D::columns, k - first), factor, part);
+      for (int at = 0; at < D::columns; ++at) to[at] = part[D::order(at / lanes, at % lanes)];
+    }
+  }
+
+  template <int m>
+  void outputs(int64_t begin, int64_t end) const {
+    if constexpr (m > 1) {
+      if (p.m < m) return outputs<m - 1>(begin, end);
+    }
+    constexpr int step = side_by_side(m);
+    for (int64_t n = begin; n < end; n += step) {
+      float sums[m][step];
+      several<m, step>(n, sums);
+      for (int i = 0; i < m; ++i)
+        for (int c = 0; c < min(step, end - n); ++c)
+          store_from_f32(p.y, p.y_type, i * p.n() + n + c, sums[i][c] * w.at_end(n + c));
+    }
+  }
+
+  // Outputs n ... n + step - 1; rows beyond the last are replaced by it.
+  template <int m, int step>
+  INLINE void several(int64_t n, float (&sums)[m][step]) const {
+    const uint8_t* codes[step];
+    const float* scales[step];
+    for (int c = 0; c < step; ++c) {
+      const int64_t row = min(n + c, w.rows - 1);
+      codes[c] = w.codes + row * w.row_bytes;
+      scales[c] = nf4 ? w.per_block + row * w.blocks : nullptr;
+    }
+    // Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later.
+    const int64_t stretch = step * w.row_bytes, ahead = max(1, 32768 / stretch) * stretch;
+    const int64_t per_group = nf4 ? max(1, D::columns / w.block) : 1;
+    const Spread spread(per_group);
+    F acc[m][step];
+    for (int i = 0; i < m; ++i)
+      for (int c = 0; c < step; ++c) acc[i][c] = zero();
+    const int64_t whole = min(w.cols / D::columns, max(0, w.row_bytes - D::overread) / bytes);
+    const uint8_t* at[step];
+    int64_t g = 0;
+    for (; g < whole; ++g) {
+      for (int c = 0; c < step; ++c) {
+        at[c] = codes[c] + g * bytes;
+        __builtin_prefetch(at[c] + ahead, 0, 2);
+      }
+      group<m, step>(g, at, scales, spread, acc);
+    }
+    for (; g * D::columns < w.cols; ++g) {
+      uint8_t rest[step][bytes + D::overread] = {};
+      for (int c = 0; c < step; ++c) {
+        std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, w.row_bytes - g * bytes));
+        at[c] = rest[c];
+      }
+      const Spread existing(per_group, min(per_group, w.blocks - g * per_group));
+      group<m, step>(g, at, scales, existing, acc);
+    }
+    for (int i = 0; i < m; ++i)
+      for (int c = 0; c < step; ++c) sums[i][c] = sum(acc[i][c]);
+  }
+
+  // Adds group g of `step` rows of D times m rows of x.
+  template <int m, int step>
+  INLINE void group(int64_t g, const uint8_t* const (&at)[step], const float* const (&scales)[step],
+                    const Spread& spread, F (&acc)[m][step]) const {
+    const float* xg = x + g * D::columns;
+    const D decoder{};
+    typename D::Group bits[step];
+    for (int c = 0; c < step; ++c) bits[c] = decoder.group(at[c]);
+    F part[m][step];  // NF4: the scales of a group multiply its sum, lane by lane
+    unroll<D::values>([&]<int J>() {
+      F value[step];
+      for (int c = 0; c < step; ++c) value[c] = decoder.template value<J>(bits[c]);
+      for (int i = 0; i < m; ++i) {
+        const F xi = load(xg + i * padded + J * lanes);
+        for (int c = 0; c < step; ++c) {
+          if constexpr (!nf4) {
+            acc[i][c] = fma(value[c], xi, acc[i][c]);
+          } else {
+            part[i][c] = J == 0 ? mul(value[c], xi) : fma(value[c], xi, part[i][c]);
+          }
+        }
+      }
+    });
+    if constexpr (nf4) {
+      const int64_t block = g * D::columns / w.block;
+      for (int c = 0; c < step; ++c) {
+        const F s = spread(scales[c] + block);
+        for (int i = 0; i < m; ++i) acc[i][c] = fma(part[i][c], s, acc[i][c]);
+      }
+    }
+  }
+
+  SmallDot(const Product& p, const Weights& w, const float* x, int64_t padded) : p(p), w(w), x(x), padded(padded) {}
+
+  const Product& p;
+  const Weights& w;
+  const float* x;        // (m, padded)
+  const int64_t padded;  // columns of x, whole groups
+};
+
+}  // namespace eformer::EFORMER_ISA

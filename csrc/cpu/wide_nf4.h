@@ -1,0 +1,76 @@
+// NF4 in groups of 8 * lanes columns, for kernels that do so little with a value that decoding it is what takes time.
+#pragma once
+
+#include "formats.h"
+
+namespace eformer::EFORMER_ISA {
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// Without a lookup of 16 floats: the four bytes of the floats are looked up in one table each, 32 at a time, and joined.
+struct WideNf4 {
+  static constexpr Format format = Format::nf4;
+  static constexpr int columns = 8 * lanes, values = 8, overread = 0, finest = 32;
+  // Bytes 0..15 of a group are in the lower half of the vectors, 16..31 in the upper; high halves of bytes come first.
+  static constexpr int order(int j, int lane) { return 2 * (16 * (lane / 4) + 4 * (j % 4) + lane % 4) + j / 4; }
+
+  struct Group {
+    F value[values];
+  };
+  struct Bytes {
+    alignas(32) uint8_t of[4][32];
+  };
+  static constexpr Bytes tables = [] {
+    Bytes t{};
+    for (int i = 0; i < 32; ++i)
+      for (int b = 0; b < 4; ++b) t.of[b][i] = static_cast<uint8_t>(std::bit_cast<uint32_t>(nf4_codebook[i % 16]) >> 8 * b);
+    return t;
+  }();
+
+  INLINE Group group(const uint8_t* p) const {
+    const I bits = load_bits(p), low_half = _mm256_set1_epi8(15);
+    Group g;
+    join(bit_and(shift_right<4>(bits), low_half), g.value);
+    join(bit_and(bits, low_half), g.value + 4);
+    return g;
+  }
+  template <int J>
+  INLINE F value(const Group& g) const { return g.value[J]; }
+
+ private:
+  static INLINE void join(I codes, F* to) {
+    I b[4];
+    for (int i = 0; i < 4; ++i) b[i] = _mm256_shuffle_epi8(load_bits(tables.of[i]), codes);
+    const I low = _mm256_unpacklo_epi8(b[0], b[1]), low2 = _mm256_unpacklo_epi8(b[2], b[3]);
+    const I high = _mm256_unpackhi_epi8(b[0], b[1]), high2 = _mm256_unpackhi_epi8(b[2], b[3]);
+    to[0] = as_floats(_mm256_unpacklo_epi16(low, low2));
+    to[1] = as_floats(_mm256_unpackhi_epi16(low, low2));
+    to[2] = as_floats(_mm256_unpacklo_epi16(high, high2));
+    to[3] = as_floats(_mm256_unpackhi_epi16(high, high2));
+  }
+};
+
+#else
+
+// A lane holds 8 neighbours. Four overlapping loads, one byte apart, bring each byte to the low end of its lane, which is
+// cheaper than widening and shifting.
+struct WideNf4 {
+  static constexpr Format format = Format::nf4;
+  static constexpr int columns = 8 * lanes, values = 8, overread = 3, finest = 8;
+  static constexpr int order(int j, int lane) { return 8 * lane + j; }
+
+  struct Group {
+    I bytes[4];
+  };
+  Table16 table = Table16::of(nf4_codebook);
+
+  INLINE Group group(const uint8_t* p) const {
+    return {{load_bits(p), load_bits(p + 1), load_bits(p + 2), load_bits(p + 3)}};
+  }
+  template <int J>
+  INLINE F value(const Group& g) const { return table.at(shift_right<J % 2 ? 0 : 4>(g.bytes[J / 2])); }
+};
+
+#endif
+
+}  // namespace eformer::EFORMER_ISA
