@@ -11,6 +11,14 @@ class HandlerResultWarning(UserWarning):
     """A handler returned a scalar where an array was expected."""
 
 
+class KernelFallbackWarning(UserWarning):
+    """Native kernels are installed but cannot be used; a slower path is taken."""
+
+
+class UnusedRuleWarning(UserWarning):
+    """A rule for the leaves of a model decided nothing."""
+
+
 class UninitializedAval(Exception):
     """`shape` or `dtype` was read before it could be known."""
 
@@ -45,6 +53,21 @@ class UnknownPrimitiveError(ValueError):
 
 class QuantizedGradientError(TypeError):
     """A gradient with respect to the stored codes or scales of a quantized array was asked for."""
+
+
+class CheckpointError(ValueError):
+    """A file cannot be read or written: which file, which tensor, what is wrong, what to do."""
+
+    def __init__(self, what: str, *, file: object = None, tensor: str | None = None, fix: str = ""):
+        where = [str(file)] if file is not None else []
+        where += [f"tensor {_shortened(tensor)}"] if tensor is not None else []
+        super().__init__(": ".join([*where, f"{what} {fix}".rstrip()]))
+        self.file, self.tensor, self.what, self.fix = file, tensor, what, fix
+
+
+def _shortened(name: str, limit: int = 200) -> str:
+    """A name out of a file, quoted, and cut if somebody made it absurdly long."""
+    return repr(name) if len(name) <= limit else f"{name[:limit]!r}... ({len(name)} characters)"
 
 
 NOT_A_DATACLASS = """\
@@ -90,6 +113,10 @@ DECLARED_MISMATCH = """\
 {name} was declared with {what}={declared}, but {source} gives {found}.
 Leave {what}= out (it follows the children), or correct it."""
 
+TANGENT_AS_ARRAY = """\
+the derivative rule of a function was given the tangent of {name}, a pytree, and used it as an array.
+Functions with such rules (jax.custom_jvp) take arrays apart unless they are called under `implicit`: implicit(f)(x)."""
+
 REFUSED = """\
 Refusing to materialize {array} ({dense_bytes:,} bytes dense) for {primitive} at {where}: the policy is "error".
 Register a handler for {primitive!r} on {type}, call materialize() explicitly, or relax the policy with
@@ -115,3 +142,13 @@ AMBIGUOUS = """\
 {primitive}({types}) matches several handlers and none is more specific:
 {candidates}
 Register one for exactly these types, or give one of them a higher precedence=."""
+
+BROKEN_KERNELS = """\
+the native {title} kernels in {path} cannot be used: {cause}.
+Products with quantized arrays take the tiled XLA path instead, which is slower. Reinstall eformer for this machine, or
+set EFORMER_KERNELS=0 to do without native kernels; `python -m eformer doctor` says more."""
+
+MISSING_KERNELS = """\
+eformer: this installation has no native {title} kernels (there was no {compiler} when it was built, or EFORMER_NATIVE \
+was OFF), so products with quantized arrays take the tiled XLA path, which is slower. Reinstall eformer where there is \
+one, or set EFORMER_KERNELS=0 to hide this message."""

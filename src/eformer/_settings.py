@@ -24,3 +24,8 @@ def checked_policy(value: str, *, source: str) -> Policy:
 def kernels_enabled() -> bool:
     """`EFORMER_KERNELS=0` turns every native kernel off."""
     return os.environ.get("EFORMER_KERNELS", "1").strip().lower() not in ("0", "false", "off", "no")
+
+
+def kernel_library(backend: str) -> str | None:
+    """`EFORMER_CPU_LIBRARY` and its like: the shared library of a backend's kernels, instead of the installed one."""
+    return os.environ.get(f"EFORMER_{backend.upper()}_LIBRARY") or None

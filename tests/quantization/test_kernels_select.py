@@ -20,6 +20,12 @@ RNG = np.random.default_rng(3)
 SMALL, LARGE = make_case(RNG, "nf4", 32, 64), make_case(RNG, "nf4", 512, 512)
 
 
+@pytest.fixture(autouse=True)
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this file asserts does not depend on whether there was a compiler; native/ has the tests with kernels."""
+    monkeypatch.setenv("EFORMER_KERNELS", "0")
+
+
 def problem(case, m: int = 2, preference: str = "auto"):
     spec = Spec("nf4", "dot", case.cols, 64, np.dtype(np.float32), None, preference)
     return problem_of(spec, "cpu", jax.ShapeDtypeStruct((m, case.cols), jnp.float32), case.codes, case.scale)
@@ -40,10 +46,10 @@ def test_preference_decides(preference: str) -> None:
 
 def test_rejections_have_reasons() -> None:
     rejected = dict(explain(problem(LARGE)).rejected)
-    assert "no native kernel" in rejected["native"]
+    assert "EFORMER_KERNELS" in rejected["native_cpu"]
     assert f"{select.TINY} values" in rejected["reference"]
     assert "ranked after reference" in dict(explain(problem(SMALL)).rejected)["xla"]
-    assert "not native" in str(explain(problem(LARGE)))
+    assert "not native_cpu: native kernels are turned off" in str(explain(problem(LARGE)))
 
 
 def test_preference_native_falls_back() -> None:
@@ -58,6 +64,7 @@ def test_a_kernel_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.full((p.m, p.rows), 42.0, p.spec.out_dtype)
 
     monkeypatch.setattr(select, "CANDIDATES", (Candidate("answer", "native", supports, run), *select.CANDIDATES))
+    monkeypatch.setenv("EFORMER_KERNELS", "1")
     assert explain(problem(LARGE, m=1)).name == "answer"
     assert dict(explain(problem(LARGE, m=2)).rejected)["answer"] == "only M = 1, not 2"
     monkeypatch.setenv("EFORMER_KERNELS", "0")

@@ -112,6 +112,18 @@ def test_sizes_that_do_not_divide(fmt: str, form: str, rng: np.random.Generator)
     assert relative_error(y, case.expected(x, form)) < 3e-6
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_single_group_of_columns(fmt: str, rng: np.random.Generator) -> None:
+    """Columns that fill one block (or one byte), or not even that, are an axis of size 1 in storage."""
+    mesh = mesh_of()
+    for form, cols in (("dot", 16), ("axpy", 16), ("dot", 3), ("axpy", 1)):
+        case = make_case(rng, fmt, 8, cols, block=16)
+        x = rng.standard_normal((8, cols if form == "dot" else 8)).astype(np.float32)
+        operands = [jax.device_put(v, NamedSharding(mesh, P(s))) for v, s in ((x, "b"), (case.codes, "a"))]
+        y = jax.jit(lambda x, c, case=case, form=form: case.product(x, form, codes=c))(*operands)
+        assert relative_error(y, case.expected(x, form)) < 3e-6
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_axes(form: str, rng: np.random.Generator) -> None:
     case = make_case(rng, "nf4", ROWS, COLS, block=32, batch=(4,))

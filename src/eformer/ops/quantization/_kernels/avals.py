@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
+
+from eformer import _jax_compat
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -34,3 +37,12 @@ def agree(*values: jax.Array) -> list[jax.Array]:
 def zeros_like_in(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     """Zeros that vary over the axes `like` varies over, so they can start a loop that adds to them."""
     return vary(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def result_type(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """The type of a result computed from `like` (a value or a type): it varies over the axes `like` varies over."""
+    aval = like if isinstance(like, _jax_compat.ShapedArray) else jax.typeof(like)
+    if not varying_axes_of_type(aval):
+        return _jax_compat.ShapedArray(shape, dtype)
+    sharding = aval.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)

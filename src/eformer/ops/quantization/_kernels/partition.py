@@ -103,8 +103,9 @@ def _sharding_rule(problem: Problem, count: int) -> tuple[str, dict[str, Any]]:
     """The rule in Shardy's einsum notation: q counts stored groups of columns, s the values in one."""
     spec = problem.spec
     batch = "".join(f"b{i} " for i in range(len(problem.batch)))
-    group = spec.block if spec.fmt == "nf4" else PER_CODE[spec.fmt]
-    columns = "q" if group == 1 else "(q s)"
+    group = int(spec.block or PER_CODE[spec.fmt])
+    # Shardy refuses a product of factors one of which has size 1.
+    columns = "q" if group == 1 else "s" if spec.cols == group else "(q s)"
     k, out = (columns, "r") if spec.form == "dot" else ("r", columns)
     operands = [f"{batch}m {k}", f"{batch}r q h" if spec.fmt == "nf4" else f"{batch}r q"]
     fixed = (["s"] if group != 1 else []) + (["h"] if spec.fmt == "nf4" else [])
@@ -116,7 +117,7 @@ def _sharding_rule(problem: Problem, count: int) -> tuple[str, dict[str, Any]]:
             row = "r" if problem.scale_shape[0] == problem.rows else "u"
             column = columns if problem.scale_shape[1] != 1 else "v"
             operands.append(f"{batch}{row} {column}")
-    sizes = {"s": int(group or 1)} if group != 1 else {}
+    sizes = {"s": group} if columns == "(q s)" else {}
     rule = f"{', '.join(operands)} -> {batch}m {out}"
     # Shardy wants the factors that cannot be split in order of appearance.
     return rule, {"need_replication_factors": tuple(sorted(fixed, key=rule.index)), **sizes}

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,6 +29,18 @@ FORMS = ("dot", "axpy")
 PREFERENCES = ("auto", "native", "xla", "reference")
 # Values packed into one stored element.
 PER_CODE = {"nf4": 2, "int8": 1, "ternary": 4, "binary": 8}
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of every product; `spec_of` has their defaults."""
+
+    fmt: Required[str]
+    form: Required[str]
+    cols: Required[int]
+    block: int | None
+    out_dtype: Any
+    precision: Any
+    preference: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Spec:
     @property
     def core_ndim(self) -> int:
         """Axes of `codes` that are not batch axes."""
-        return 3 if self.fmt == "nf4" else 2
+        return core_ndim(self.fmt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +82,14 @@ class Problem:
     @property
     def cols(self) -> int:
         return self.spec.cols
+
+    @property
+    def preference(self) -> str:
+        return self.spec.preference
+
+    @property
+    def fmt(self) -> str:
+        return self.spec.fmt
 
     @property
     def compute_dtype(self) -> np.dtype:
@@ -99,6 +120,36 @@ def problem_of(spec: Spec, platform: str, x: Any, codes: Any, scale: Any) -> Pro
     )
 
 
+def as_operands(x: Any, codes: Any, scale: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    return jnp.asarray(x), jnp.asarray(codes), None if scale is None else jnp.asarray(scale)
+
+
+def spec_of(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    *,
+    fmt: str,
+    form: str,
+    cols: int,
+    block: int | None = None,
+    out_dtype: Any = None,
+    precision: Any = None,
+    preference: str = "auto",
+) -> Spec:
+    """Check the options of a product against the storage. The result has the dtype of x unless `out_dtype` is given."""
+    check_names(fmt, form, preference)
+    block = check_storage(fmt, codes, scale, cols, block)
+    if out_dtype is None:
+        out_dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    return Spec(fmt, form, cols, block, np.dtype(out_dtype), precision, preference)
+
+
+def core_ndim(fmt: str) -> int:
+    return 3 if fmt == "nf4" else 2
+
+
 def out_shape(spec: Spec, x: Any, codes: Any) -> tuple[int, ...]:
     batch = codes.ndim - spec.core_ndim
     return (*x.shape[:-1], codes.shape[batch] if spec.form == "dot" else spec.cols)
@@ -118,7 +169,7 @@ def check_names(fmt: str, form: str, preference: str) -> None:
 def check_storage(fmt: str, codes: Any, scale: Any, cols: int, block: int | None) -> int | None:
     """Check codes and scale against the layout of the format; return the block size."""
     dtype = np.dtype(np.int8 if fmt == "int8" else np.uint8)
-    core = 3 if fmt == "nf4" else 2
+    core = core_ndim(fmt)
     if codes.dtype != dtype or codes.ndim < core:
         raise ValueError(
             f"{fmt} codes must be {dtype} of rank {core} or more, got {codes.dtype}{list(codes.shape)}; "
@@ -168,17 +219,17 @@ def _check_scale(fmt: str, scale: Any, batch: tuple[int, ...], full: tuple[int, 
         )
 
 
-def check_x(x: Any, codes: Any, spec_form: str, core: int, cols: int) -> None:
+def check_x(spec: Spec, x: Any, codes: Any) -> None:
     """Check that x contracts with the decoded matrix."""
     if not (jnp.issubdtype(x.dtype, jnp.inexact) or jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise TypeError(f"x must be numeric, got {x.dtype}.")
-    batch = codes.shape[: codes.ndim - core]
+    batch = codes.shape[: codes.ndim - spec.core_ndim]
     rows = codes.shape[len(batch)]
-    want = cols if spec_form == "dot" else rows
+    want = spec.cols if spec.form == "dot" else rows
     if x.ndim < 1 or x.shape[-1] != want:
         raise ValueError(
-            f"x of shape {list(x.shape)} does not contract with D of {rows} rows and {cols} columns: in the "
-            f"{spec_form} form its last axis must be {want}."
+            f"x of shape {list(x.shape)} does not contract with D of {rows} rows and {spec.cols} columns: in the "
+            f"{spec.form} form its last axis must be {want}."
         )
     if batch and (x.ndim != len(batch) + 2 or tuple(x.shape[:-2]) != tuple(batch)):
         raise ValueError(

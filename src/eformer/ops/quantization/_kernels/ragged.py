@@ -1,83 +1,57 @@
-"""Products and lookups that touch only part of the stored matrices: mixture of experts, embedding rows."""
+"""Mixture of experts: consecutive groups of rows, each times its own matrix of a stack.
+
+Declared as `qmatmul` is (spec.py): linear in x, the transpose is the other form. Without a native kernel the groups are
+cut into tiles of equal height, and a scan multiplies one tile at a time.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
 
-from eformer._errors import QuantizedGradientError
+from eformer import _jax_compat
 
-from .avals import vary, varying_axes
-from .problem import check_names, check_storage
-from .reference import decode
-from .spec import NO_GRADIENT, qmatmul
+from . import cpu, cuda, lowering, select, tpu
+from .avals import agree, result_type, vary, varying_axes
+from .problem import Options, Problem, Spec, as_operands, check_x, problem_of, spec_of
+from .select import Candidate, anything
+from .spec import bind as bind_product
+from .spec import on_floats, refuse_tangents
+
+qragged_p = Primitive("eformer_qragged_dot")
 
 
-def qragged_dot(
-    x: Any,
-    codes: Any,
-    scale: Any,
-    group_sizes: Any,
-    *,
-    fmt: str,
-    form: str,
-    cols: int,
-    block: int | None = None,
-    out_dtype: Any = None,
-    precision: Any = None,
-    preference: str = "auto",
-) -> jax.Array:
+def qragged_dot(x: Any, codes: Any, scale: Any, group_sizes: Any, **options: Unpack[Options]) -> jax.Array:
     """Consecutive groups of rows of x (M, K), each times its own matrix: codes (G, R, ...), group_sizes (G,).
 
-    The quantized counterpart of `jax.lax.ragged_dot`; rows behind the last group give zeros. One expert is decoded at a
-    time, and experts without rows are not decoded at all.
+    The quantized counterpart of `jax.lax.ragged_dot`, with the options of `qmatmul`; rows behind the last group give
+    zeros. One expert is decoded at a time, and experts without rows are not decoded at all.
 
     >>> codes = jnp.array([[[1]], [[2]], [[3]]], jnp.int8)
     >>> x, scale = jnp.ones((4, 1)), jnp.ones((3, 1, 1))
     >>> qragged_dot(x, codes, scale, jnp.array([2, 0, 1]), fmt="int8", form="dot", cols=1)[:, 0]
     Array([1., 1., 3., 0.], dtype=float32)
     """
-    check_names(fmt, form, preference)
-    x, codes, group_sizes = jnp.asarray(x), jnp.asarray(codes), jnp.asarray(group_sizes)
-    scale = None if scale is None else jnp.asarray(scale)
-    block = check_storage(fmt, codes, scale, cols, block)
-    groups = _check_groups(x, codes, group_sizes, 4 if fmt == "nf4" else 3)
+    x, codes, scale = as_operands(x, codes, scale)
+    sizes = jnp.asarray(group_sizes)
+    spec = spec_of(x, codes, scale, **options)
+    groups = _check_groups(spec, x, codes, sizes)
     if scale is not None and scale.ndim == 2:
         scale = jnp.broadcast_to(scale, (groups, *scale.shape))
-
-    def product(rows: jax.Array, group: jax.Array) -> jax.Array:
-        part = None if scale is None else scale[group]
-        return qmatmul(
-            rows, codes[group], part, fmt=fmt, form=form, cols=cols, block=block,
-            out_dtype=out_dtype, precision=precision, preference=preference,
-        )  # fmt: skip
-
-    width = codes.shape[1] if form == "dot" else cols
-    out = jax.eval_shape(product, x, jax.ShapeDtypeStruct((), jnp.int32)) if groups else x
-    y = jnp.zeros((x.shape[0], width), out.dtype)
     if 0 in (groups, x.shape[0]):
-        return y
-    group, rows = _tiles(group_sizes, x.shape[0])
-    tiles = x.at[rows].get(mode="fill", fill_value=0)
-
-    def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
-        values, group, used = tile
-        empty = jnp.zeros((values.shape[0], width), out.dtype)
-        return None, lax.cond(used, lambda: product(values, group), lambda: _as_varying(empty, values, group, codes))
-
-    _, parts = lax.scan(step, None, (tiles, group, rows[:, 0] < x.shape[0]))
-    return y.at[rows].add(parts, mode="drop")
+        return jnp.zeros((x.shape[0], _width(spec, codes)), spec.out_dtype)
+    return on_floats(spec, x, lambda spec, x: _bind(spec, x, codes, scale, sizes))
 
 
-def _as_varying(empty: jax.Array, *like: jax.Array) -> jax.Array:
-    """Both branches of a cond must vary over the same axes inside shard_map."""
-    return vary(empty, frozenset[str]().union(*map(varying_axes, like)))
-
-
-def _check_groups(x: Any, codes: Any, group_sizes: Any, rank: int) -> int:
+def _check_groups(spec: Spec, x: Any, codes: Any, group_sizes: Any) -> int:
+    rank = spec.core_ndim + 1
     if codes.ndim != rank or x.ndim != 2:
         raise ValueError(
             f"qragged_dot takes x of shape (M, K) and codes of rank {rank} with the experts in front, got "
@@ -88,7 +62,111 @@ def _check_groups(x: Any, codes: Any, group_sizes: Any, rank: int) -> int:
             f"group_sizes must be integers of shape {codes.shape[:1]}, one per expert, got "
             f"{group_sizes.dtype}{list(group_sizes.shape)}."
         )
+    check_x(spec, x, jax.ShapeDtypeStruct(codes.shape[1:], codes.dtype))
     return codes.shape[0]
+
+
+def _width(spec: Spec, codes: Any) -> int:
+    return codes.shape[1] if spec.form == "dot" else spec.cols
+
+
+def _bind(spec: Spec, x: Any, codes: Any, scale: Any, sizes: Any, *, announced: bool = False) -> jax.Array:
+    problem = problem_of(spec, jax.default_backend(), x, codes, scale)
+    if not announced:
+        select.announce("qragged_dot", CANDIDATES, problem)
+    operands = (x, codes, sizes) if scale is None else (x, codes, sizes, scale)
+    if any(_jax_compat.explicit_sharding_of(o) is not None for o in operands):
+        return _tiled(problem, x, codes, scale, sizes)  # its own operations know how their results are sharded
+    return qragged_p.bind(*agree(*operands), spec=spec)
+
+
+def _named(operands: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """x, codes, scale or None, group sizes: the operands of the primitive in the order of `qragged_dot`."""
+    x, codes, sizes, *scale = operands
+    return x, codes, scale[0] if scale else None, sizes
+
+
+# -- the rules of the primitive ----------------------------------------------------------------------------------------
+
+
+@qragged_p.def_abstract_eval
+def _abstract(*operands: Any, spec: Spec) -> Any:
+    x, codes = operands[:2]
+    return result_type((x.shape[0], _width(spec, codes)), spec.out_dtype, x)
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, spec: Spec) -> tuple[Any, Any]:
+    refuse_tangents(spec, **dict(zip(("codes", "group_sizes", "scale"), tangents[1:], strict=False)))
+    x, codes, scale, sizes = _named(primals)
+    y, t = (_bind(spec, value, codes, scale, sizes, announced=True) for value in (x, tangents[0]))
+    return y, t
+
+
+def _transpose(ct: Any, *operands: Any, spec: Spec) -> list[Any]:
+    x, codes, scale, sizes = _named(operands)
+    nothing = [None] * (len(operands) - 1)
+    if isinstance(ct, ad.Zero):
+        return [ad.Zero(x.aval), *nothing]
+    other = dataclasses.replace(spec, form=spec.transposed, out_dtype=np.dtype(x.aval.dtype))
+    return [_bind(other, ct, codes, scale, sizes), *nothing]
+
+
+def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...], *, spec: Spec) -> tuple[Any, int]:
+    """A loop: groups of different programs do not line up."""
+    mapped = [None if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
+
+    def one(values: list[Any]) -> jax.Array:
+        given = tuple(o if v is None else v for o, v in zip(operands, values, strict=True))
+        return _bind(spec, *_named(given), announced=True)
+
+    return lax.map(one, mapped), 0
+
+
+def _build(platform: str, split: bool, spec: Spec) -> Any:
+    def eformer_qragged_dot(*operands: jax.Array) -> jax.Array:
+        x, codes, scale, sizes = _named(operands)
+        problem = problem_of(spec, platform, x, codes, scale)
+        if split:
+            select.announce_split("qragged_dot", problem)
+            return _tiled(problem, x, codes, scale, sizes)
+        return select.choose(CANDIDATES, problem)[0].run(problem, x, codes, scale, sizes)
+
+    return jax.jit(eformer_qragged_dot)
+
+
+ad.primitive_jvps[qragged_p] = _jvp
+ad.primitive_transposes[qragged_p] = _transpose
+batching.primitive_batchers[qragged_p] = _batch
+lowering.register(qragged_p, _build)
+
+
+# -- the tiled twin ----------------------------------------------------------------------------------------------------
+
+
+def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, group_sizes: jax.Array) -> jax.Array:
+    """The product in plain JAX, one tile of one expert at a time."""
+    spec = problem.spec
+    group, rows = _tiles(group_sizes, x.shape[0])
+    tiles = x.at[rows].get(mode="fill", fill_value=0)
+
+    def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
+        values, group, used = tile
+        part = None if scale is None else scale[group]
+        empty = jnp.zeros((values.shape[0], _width(spec, codes)), spec.out_dtype)
+        return None, lax.cond(
+            used,
+            lambda: bind_product(spec, values, codes[group], part, announced=True),
+            lambda: _as_varying(empty, values, group, codes),
+        )
+
+    _, parts = lax.scan(step, None, (tiles, group, rows[:, 0] < x.shape[0]))
+    y = jnp.zeros((x.shape[0], _width(spec, codes)), spec.out_dtype)
+    return y.at[rows].add(parts, mode="drop")
+
+
+def _as_varying(empty: jax.Array, *like: jax.Array) -> jax.Array:
+    """Both branches of a cond must vary over the same axes inside shard_map."""
+    return vary(empty, frozenset[str]().union(*map(varying_axes, like)))
 
 
 def _tiles(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
@@ -110,49 +188,9 @@ def _tiles(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     return group, jnp.where(exists, rows, m)
 
 
-def qgather(
-    codes: Any,
-    scale: Any,
-    indices: Any,
-    *,
-    fmt: str,
-    cols: int,
-    block: int | None = None,
-    dtype: Any = jnp.float32,
-) -> jax.Array:
-    """Rows of the decoded matrix (R, cols): indices (...) -> (..., cols). Only the rows asked for are decoded.
-
-    Indices follow the rules of `jax.numpy` indexing: negative ones count from the end, others are clamped.
-
-    >>> table = jnp.array([[1, 2], [3, 4]], jnp.int8)
-    >>> qgather(table, jnp.full((1, 1), 10.0), jnp.array([1, 0, 1]), fmt="int8", cols=2)[:, 0]
-    Array([30., 10., 30.], dtype=float32)
-    """
-    check_names(fmt, "dot", "auto")
-    codes, indices = jnp.asarray(codes), jnp.asarray(indices)
-    scale = None if scale is None else _no_gradient(jnp.asarray(scale), fmt)
-    check_storage(fmt, codes, scale, cols, block)
-    if codes.ndim != (3 if fmt == "nf4" else 2):
-        raise ValueError(f"qgather takes one matrix, got codes of shape {list(codes.shape)}; use vmap for batch axes.")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"indices must be integers, got {indices.dtype}.")
-    flat = indices.reshape(-1)
-    if scale is not None and scale.shape[0] == codes.shape[0]:
-        scale = scale[flat]
-    rows = decode(codes[flat], scale, fmt=fmt, cols=cols, dtype=dtype)
-    return rows.reshape(*indices.shape, cols)
-
-
-def _no_gradient(scale: jax.Array, fmt: str) -> jax.Array:
-    """The scale itself, refusing to be differentiated."""
-
-    @jax.custom_jvp
-    def identity(value: jax.Array) -> jax.Array:
-        return value
-
-    @identity.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise QuantizedGradientError(NO_GRADIENT.format(what="scale", fmt=fmt))
-
-    del refuse
-    return identity(scale)
+CANDIDATES = (
+    Candidate("native_cpu", "native", cpu.refuses_ragged, cpu.qragged),
+    Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),
+    Candidate("pallas_tpu", "native", tpu.refuses_ragged, tpu.qragged),
+    Candidate("xla", "xla", anything, _tiled),
+)

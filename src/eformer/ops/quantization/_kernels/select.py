@@ -1,38 +1,50 @@
 """Which implementation computes a problem, and why.
 
-The table `CANDIDATES` is in order of speed; a new kernel is a new row. Nothing else names an implementation.
+Every operation has a table of candidates in order of speed; a new kernel is a new row. Nothing else names an
+implementation. The table here is that of `qmatmul`; those of the smaller operations stand next to them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 from jax import lax
 
-from eformer import _settings
-from eformer._record import record
+from eformer._record import record, recording
 
-from . import reference, xla
+from . import cpu, cuda, reference, switch, tpu, xla
 from .problem import Problem
 
-Run = Callable[[Problem, jax.Array, jax.Array, "jax.Array | None"], jax.Array]
+
+class AnyProblem(Protocol):
+    """What all problems have: enough to choose by preference and to say why."""
+
+    @property
+    def fmt(self) -> str: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def preference(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """An implementation: `supports` returns the reason why it cannot take a problem, or None if it can.
 
-    `batched` says that `run` takes the leading batch axes itself; otherwise it is called for one matrix at a time.
+    `kind` is what a preference names. `batched` says that `run` takes the leading batch axes of a product itself;
+    otherwise it is called for one matrix at a time. `why` is what `explain` says when it is chosen.
     """
 
     name: str
     kind: str
-    supports: Callable[[Problem], str | None]
-    run: Run
+    supports: Callable[[Any], str | None]
+    run: Callable[..., Any]
     batched: bool = False
+    why: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +60,12 @@ class Choice:
         return "\n".join(lines)
 
 
-# Up to this many values both paths take about as long, and the reference compiles faster.
+def anything(problem: AnyProblem) -> None:
+    """`supports` of an implementation without limits."""
+    del problem
+
+
+# Up to this many values both paths in JAX take about as long, and the reference compiles faster.
 TINY = 1 << 14
 
 
@@ -58,76 +75,82 @@ def _tiny(problem: Problem) -> str | None:
     return f"{problem.rows} x {problem.cols} is more than {TINY} values, so decoding all of them at once is slower"
 
 
-def _any(problem: Problem) -> str | None:
-    del problem
-    return None
-
-
-REFERENCE = Candidate("reference", "reference", _any, reference.qmatmul, batched=True)
-XLA = Candidate("xla", "xla", _any, xla.qmatmul)
-# Fastest first. `small` is the reference where it is the quickest choice; the last row takes everything.
+# Fastest first. `small` is the reference where it is the quickest choice in JAX; the last row takes everything.
 CANDIDATES: tuple[Candidate, ...] = (
-    Candidate("reference", "small", _tiny, reference.qmatmul),
-    XLA,
-    REFERENCE,
-)
+    Candidate("native_cpu", "native", cpu.refuses_product, cpu.qmatmul, batched=True),
+    Candidate("native_cuda", "native", cuda.refuses_product, cuda.qmatmul, batched=True),
+    Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul, batched=True),
+    Candidate(
+        "reference", "small", _tiny, reference.qmatmul,
+        why=f"at most {TINY} values: decoding all of them is as quick, and compiles faster",
+    ),
+    Candidate("xla", "xla", anything, xla.qmatmul),
+    Candidate("reference", "reference", anything, reference.qmatmul, batched=True),
+)  # fmt: skip
 
 
-def _ranked(problem: Problem) -> list[Candidate]:
-    """Candidates in the order they are asked: those of the preferred kind first."""
-    wanted = problem.spec.preference
-    return sorted(CANDIDATES, key=lambda c: c.kind != wanted) if wanted != "auto" else list(CANDIDATES)
-
-
-def _select(problem: Problem) -> tuple[Candidate, Choice]:
+def choose(candidates: Sequence[Candidate], problem: AnyProblem) -> tuple[Candidate, Choice]:
+    """The first candidate that takes the problem, those of the preferred kind being asked first."""
+    ranked = sorted(candidates, key=lambda c: problem.preference not in ("auto", c.kind))
     rejected: list[tuple[str, str]] = []
-    if not any(c.kind == "native" for c in CANDIDATES):
-        rejected.append(("native", "no native kernel is built for this platform"))
-    for candidate in _ranked(problem):
-        why = candidate.supports(problem)
-        if candidate.kind == "native" and not _settings.kernels_enabled():
-            why = "native kernels are turned off (EFORMER_KERNELS)"
+    for candidate in ranked:
+        why = _refusal(candidate, problem)
         if why is None:
-            return candidate, Choice(candidate.name, _reason(problem, candidate), _rest(candidate, rejected))
+            return candidate, Choice(
+                candidate.name, _reason(problem, candidate), _rest(ranked, candidate.name, rejected)
+            )
         rejected.append((candidate.name, why))
-    raise AssertionError(f"no implementation takes {problem}; the reference should")
+    raise AssertionError(f"no implementation takes {problem}; the last one should")
 
 
-def _reason(problem: Problem, candidate: Candidate) -> str:
-    if candidate.kind == problem.spec.preference:
-        return f"preference={problem.spec.preference!r}"
-    if candidate.kind == "small":
-        return f"at most {TINY} values: decoding all of them is as quick, and compiles faster"
-    return f"quickest implementation for {problem.spec.fmt} on {problem.platform}"
+def _refusal(candidate: Candidate, problem: AnyProblem) -> str | None:
+    off = switch.refusal(problem.fmt) if candidate.kind == "native" else None
+    return off or candidate.supports(problem)
 
 
-def _rest(chosen: Candidate, rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    named = {name for name, _ in rejected} | {chosen.name}
-    later = dict.fromkeys(c.name for c in CANDIDATES if c.name not in named)
-    ranked = ((name, f"ranked after {chosen.name}") for name in later)
-    return (*((name, why) for name, why in rejected if name != chosen.name), *ranked)
+def _reason(problem: AnyProblem, candidate: Candidate) -> str:
+    if candidate.kind == problem.preference:
+        return f"preference={problem.preference!r}"
+    return candidate.why or f"quickest implementation for {problem.fmt} on {problem.platform}"
+
+
+def _rest(ranked: Sequence[Candidate], chosen: str, rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Why every other implementation is not used, each named once."""
+    reasons = dict(reversed(rejected))  # of two rows with one name the first speaks
+    named = [c.name for c in ranked if c.name != chosen]
+    return tuple((name, reasons.get(name, f"ranked after {chosen}")) for name in dict.fromkeys(named))
 
 
 def explain(problem: Problem) -> Choice:
-    """What would compute this problem, and why the others would not."""
-    return _select(problem)[1]
+    """What would compute this product, and why the others would not."""
+    return choose(CANDIDATES, problem)[1]
 
 
-def announce(problem: Problem) -> None:
-    """Leave one note for `explain` about the product being traced."""
-    choice = explain(problem)
-    record("kernel", op="qmatmul", name=choice.name, reason=choice.reason, rejected=choice.rejected, problem=problem)
+def announce(op: str, candidates: Sequence[Candidate], problem: AnyProblem) -> None:
+    """Leave one note for `explain` about the operation being traced, if somebody listens."""
+    if not recording():
+        return
+    choice = choose(candidates, problem)[1]
+    record("kernel", op=op, name=choice.name, reason=choice.reason, rejected=choice.rejected, problem=problem)
+
+
+def announce_split(op: str, problem: AnyProblem) -> None:
+    """Correct that note where XLA turns out to split the operation over devices."""
+    reason = "XLA splits the program over devices; inside shard_map every device would use its own kernel"
+    record("kernel", op=op, name="xla", reason=reason, rejected=(), problem=problem)
 
 
 def compute(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Run the chosen implementation."""
-    candidate, _ = _select(problem)
+    """Run the chosen implementation of a product."""
+    candidate, _ = choose(CANDIDATES, problem)
     if candidate.batched or not problem.batch:
         return candidate.run(problem, x, codes, scale)
     return _one_at_a_time(candidate.run, problem, x, codes, scale)
 
 
-def _one_at_a_time(run: Run, problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _one_at_a_time(
+    run: Callable[..., jax.Array], problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None
+) -> jax.Array:
     """Loop over the batch axes, so that only one decoded panel exists at any time."""
     axes = len(problem.batch)
 

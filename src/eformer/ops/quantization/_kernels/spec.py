@@ -9,23 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.interpreters import ad, batching
 
-from eformer import _jax_compat
 from eformer._errors import QuantizedGradientError
 
-from . import explicit, select
-from .avals import agree, varying_axes_of_type
+from . import explicit, lowering, select
+from .avals import agree, result_type
 from .partition import partitioned
-from .problem import Spec, check_names, check_storage, check_x, out_shape, problem_of
+from .problem import Options, Spec, as_operands, check_x, out_shape, problem_of, spec_of
 
 qmatmul_p = Primitive("eformer_qmatmul")
 
@@ -35,19 +34,7 @@ Keep the quantized array out of the differentiated arguments and train a low-ran
 dense weight and quantize it in the forward pass with `straight_through`."""
 
 
-def qmatmul(
-    x: Any,
-    codes: Any,
-    scale: Any,
-    *,
-    fmt: str,
-    form: str,
-    cols: int,
-    block: int | None = None,
-    out_dtype: Any = None,
-    precision: Any = None,
-    preference: str = "auto",
-) -> jax.Array:
+def qmatmul(x: Any, codes: Any, scale: Any, **options: Unpack[Options]) -> jax.Array:
     """x @ D.T (`form="dot"`) or x @ D (`form="axpy"`) for the matrix D of `cols` columns stored in codes and scale.
 
     x is (..., K) for one matrix, (batch..., M, K) when the codes have batch axes. The result has dtype `out_dtype`, by
@@ -57,18 +44,25 @@ def qmatmul(
     >>> qmatmul(jnp.array([1.0, 10.0]), codes, jnp.full((1, 1), 0.5), fmt="int8", form="dot", cols=2)
     Array([-9.5, 21.5], dtype=float32)
     """
-    check_names(fmt, form, preference)
-    x, codes, scale = jnp.asarray(x), jnp.asarray(codes), None if scale is None else jnp.asarray(scale)
-    block = check_storage(fmt, codes, scale, cols, block)
-    core = 3 if fmt == "nf4" else 2
-    check_x(x, codes, form, core, cols)
+    x, codes, scale = as_operands(x, codes, scale)
+    spec = spec_of(x, codes, scale, **options)
+    check_x(spec, x, codes)
+    return on_floats(spec, x, lambda spec, x: _product(spec, x, codes, scale))
+
+
+def on_floats(spec: Spec, x: jax.Array, product: Callable[[Spec, jax.Array], jax.Array]) -> jax.Array:
+    """A product of floating x, for any x: integers are converted; a complex x is two products, since D is real."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _complex(x, codes, scale, fmt, form, cols, block, out_dtype, precision, preference)
+        real = dataclasses.replace(spec, out_dtype=jnp.finfo(spec.out_dtype).dtype)
+        return lax.complex(product(real, x.real), product(real, x.imag))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.result_type(x.dtype, jnp.float32))
-    out = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    spec = Spec(fmt, form, cols, block, out, _hashable(precision), preference)
-    batch = codes.shape[: codes.ndim - core]
+    return product(spec, x)
+
+
+def _product(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Bring the operands to the shapes the primitive takes."""
+    batch = codes.shape[: codes.ndim - spec.core_ndim]
     if scale is not None and scale.ndim == 2 and batch:
         scale = jnp.broadcast_to(scale, (*batch, *scale.shape))
     lead = x.shape[:-1]
@@ -77,25 +71,10 @@ def qmatmul(
     return y if batch else y.reshape(*lead, y.shape[-1])
 
 
-def _complex(x: jax.Array, codes: Any, scale: Any, fmt: str, form: str, cols: int, block: Any, *rest: Any) -> jax.Array:
-    """D is real, so real and imaginary parts are separate products."""
-    out_dtype, precision, preference = rest
-    wide = jnp.finfo(x.dtype if out_dtype is None else out_dtype).dtype
-    product = functools.partial(
-        qmatmul, codes=codes, scale=scale, fmt=fmt, form=form, cols=cols, block=block, out_dtype=wide,
-        precision=precision, preference=preference,
-    )  # fmt: skip
-    return lax.complex(product(x.real), product(x.imag))
-
-
-def _hashable(precision: Any) -> Any:
-    return tuple(precision) if isinstance(precision, list) else precision
-
-
 def bind(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None, *, announced: bool = False) -> jax.Array:
     """Apply the primitive, and leave a note for `explain` unless the product being transformed has left one."""
     if not announced:
-        select.announce(problem_of(spec, jax.default_backend(), x, codes, scale))
+        select.announce("qmatmul", select.CANDIDATES, problem_of(spec, jax.default_backend(), x, codes, scale))
     operands = agree(x, codes) if scale is None else agree(x, codes, scale)
     product = functools.partial(qmatmul_p.bind, spec=spec)
     out = explicit.result_sharding(spec, x, codes)
@@ -106,36 +85,24 @@ def _scale_of(operands: tuple[Any, ...]) -> Any:
     return operands[2] if len(operands) == 3 else None
 
 
-# -- evaluation and shapes ---------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(spec: Spec) -> Any:
-    return jax.jit(lambda *operands: qmatmul_p.bind(*operands, spec=spec))
-
-
-@qmatmul_p.def_impl
-def _eager(*operands: Any, spec: Spec) -> Any:
-    return _jitted(spec)(*operands)
-
-
 @qmatmul_p.def_abstract_eval
 def _abstract(*operands: Any, spec: Spec) -> Any:
     x, codes = operands[:2]
-    shape = out_shape(spec, x, codes)
-    if not varying_axes_of_type(x):
-        return _jax_compat.ShapedArray(shape, spec.out_dtype)
-    sharding = x.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
-    return x.update(shape=shape, dtype=spec.out_dtype, weak_type=False, sharding=sharding)
+    return result_type(out_shape(spec, x, codes), spec.out_dtype, x)
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
 
 
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, spec: Spec) -> tuple[Any, Any]:
-    for what, tangent in zip(("codes", "scale"), tangents[1:], strict=False):
+def refuse_tangents(spec: Spec, **tangents: Any) -> None:
+    """Only x of a product may be differentiated."""
+    for what, tangent in tangents.items():
         if not isinstance(tangent, ad.Zero):
             raise QuantizedGradientError(NO_GRADIENT.format(what=what, fmt=spec.fmt))
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, spec: Spec) -> tuple[Any, Any]:
+    refuse_tangents(spec, **dict(zip(("codes", "scale"), tangents[1:], strict=False)))
     x, codes = primals[:2]
     scale = _scale_of(primals)
     y = bind(spec, x, codes, scale, announced=True)
@@ -191,19 +158,10 @@ def _fold_into_rows(call: Any, x: jax.Array, codes: jax.Array, scale: Any) -> tu
 batching.primitive_batchers[qmatmul_p] = _batch
 
 
-# -- lowering ----------------------------------------------------------------------------------------------------------
+# -- evaluation and lowering -------------------------------------------------------------------------------------------
 
 
-def _splits_over_devices(ctx: Any) -> bool:
-    """Is this part of a program XLA will partition? Inside shard_map, or when exporting, it is not (or must not be)."""
-    context = ctx.module_context
-    if context.lowering_parameters.for_export or hasattr(context.axis_context, "manual_axes"):
-        return False
-    return context.axis_context.num_devices > 1 and context.axis_context.device_assignment is not None
-
-
-@functools.lru_cache(maxsize=1024)
-def _implementation(spec: Spec, platform: str, split: bool) -> Any:
+def _build(platform: str, split: bool, spec: Spec) -> Any:
     """A jitted function, so that equal products in one program share one computation."""
 
     def eformer_qmatmul(x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -211,18 +169,8 @@ def _implementation(spec: Spec, platform: str, split: bool) -> Any:
         split_it = split and 0 not in (*problem.batch, problem.m, problem.rows, problem.cols)
         return (partitioned if split_it else select.compute)(problem, x, codes, scale)
 
-    return jax.jit(eformer_qmatmul)
+    jitted = jax.jit(eformer_qmatmul)
+    return lambda *operands: jitted(operands[0], operands[1], _scale_of(operands))
 
 
-def _lower(ctx: Any, *operands: Any, spec: Spec, platform: str) -> Any:
-    implementation = _implementation(spec, platform, _splits_over_devices(ctx))
-
-    def run(*values: jax.Array) -> jax.Array:
-        return implementation(values[0], values[1], _scale_of(values))
-
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
-
-
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    mlir.register_lowering(qmatmul_p, functools.partial(_lower, platform=_platform), platform=_platform)
-_jax_compat.lower_with_devices(qmatmul_p)
+lowering.register(qmatmul_p, _build)

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from eformer.ops.quantization._formats import _blocks, _checks
 from eformer.ops.quantization._formats.nf4.double import compress_absmax as compress_absmax
 from eformer.ops.quantization._formats.nf4.double import expand_absmax as expand_absmax
+from eformer.ops.quantization._kernels.encode import nf4_encode
 
 CODEBOOK: np.ndarray = np.array(
     [
@@ -55,6 +56,17 @@ def encode(w: jax.Array, *, axis: int, block_size: int) -> tuple[jax.Array, jax.
     _checks.check_float(w, "NF4")
     axis = _checks.check_axis(axis, w.ndim)
     block_size = _checks.check_block_size(block_size)
+    if axis == -1:
+        return nf4_encode(w, block_size, _encode_last)
+    return _encode_along(w, axis, block_size)
+
+
+def _encode_last(w: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """What a native encoder may compute instead."""
+    return _encode_along(w, -1, block_size)
+
+
+def _encode_along(w: jax.Array, axis: int, block_size: int) -> tuple[jax.Array, jax.Array]:
     at = w.ndim + axis
     results = [_encode_blocks(piece, at) for piece in _blocks.grouped(w, axis, block_size)]
     packed = _blocks.joined([codes for codes, _ in results], at)

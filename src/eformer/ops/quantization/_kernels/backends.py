@@ -1,0 +1,61 @@
+"""Every library of native kernels, for those who ask about all of them: `doctor`, and programs that are exported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import export
+
+from eformer import _settings
+
+from . import cpu, native
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A library, and a function that names the instruction set or architecture it will use on this machine."""
+
+    library: native.Library
+    instructions: Callable[[], str]
+
+
+BACKENDS: tuple[Backend, ...] = (Backend(cpu.LIBRARY, cpu.isa_name),)
+
+
+def load_kernels() -> list[dict[str, Any]]:
+    """Load all native kernels now instead of at their first use, and say what became of each library.
+
+    A program that was exported with native kernels in it needs this before it is called in another process.
+
+    >>> [kernels["backend"] for kernels in load_kernels()]
+    ['cpu']
+    """
+    return [_state(backend) for backend in BACKENDS]
+
+
+def _state(backend: Backend) -> dict[str, Any]:
+    found: dict[str, Any] = {"backend": backend.library.backend, "path": None, "instructions": None}
+    if not _settings.kernels_enabled():
+        return {**found, "state": "turned off (EFORMER_KERNELS)"}
+    try:
+        jax.local_devices(backend=backend.library.backend)
+    except RuntimeError:
+        return {**found, "state": "there is no such device"}
+    loaded = native.load(backend.library)
+    found["path"] = None if loaded.path is None else str(loaded.path)
+    if loaded.reason is not None:
+        return {**found, "state": loaded.reason}
+    return {**found, "instructions": backend.instructions(), "state": "loaded"}
+
+
+def export_checks() -> list[export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=...)` has to be told before it takes a program with native kernels.
+
+    >>> export_checks()[0] == export.DisabledSafetyCheck.custom_call("eformer_cpu_qmatmul")
+    True
+    """
+    names = [name for backend in BACKENDS for name, _ in backend.library.targets]
+    return [export.DisabledSafetyCheck.custom_call(name) for name in names]

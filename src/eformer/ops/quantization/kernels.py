@@ -1,0 +1,16 @@
+"""Native kernels as seen from outside. They load by themselves at first use; exported programs need a little help.
+
+>>> import jax, jax.numpy as jnp
+>>> from jax import export
+>>> from eformer.ops.quantization import quantize
+>>> w = quantize(jnp.ones((64, 32)), dtype="int8")
+>>> x = jnp.ones((4, 64))
+>>> exported = export.export(jax.jit(lambda x: x @ w), disabled_checks=export_checks())(x)
+>>> exported.call(x)[0, 0]
+Array(64., dtype=float32)
+"""
+
+from __future__ import annotations
+
+from ._kernels.backends import export_checks as export_checks
+from ._kernels.backends import load_kernels as load_kernels
