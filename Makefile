@@ -5,6 +5,8 @@ VENV := .venv
 NEWEST_VENV := .venv-newest
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 BUILD_FILES := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+# Where there is a compiler the native kernels must have been built, and their tests must run.
+export EFORMER_TEST_NATIVE := $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo 1 || echo 0)
 
 # The real path of python3.12: on PATH, or kept by pyenv without being activated. Empty when there is none.
 NEWEST_PYTHON = $(shell for v in "$$PYENV_VERSION" $$(pyenv versions --bare 2>/dev/null | grep '^3\.12'); do \
@@ -45,6 +47,17 @@ demo: $(VENV)/run.stamp
 oracle: $(VENV)/oracle.stamp
 	$(VENV)/bin/python -m pytest tests/oracle
 
+# The native kernels with address and undefined-behaviour sanitizers, over the tests that call them directly. Not part of
+# `make test`: compiling them this way takes minutes.
+SANITIZED := build/sanitize
+.PHONY: sanitize
+sanitize: $(VENV)/dev.stamp
+	cmake -S . -B $(SANITIZED) -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DEFORMER_SANITIZE=ON
+	cmake --build $(SANITIZED) --target eformer_cpu --parallel $(WORKERS)
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 EFORMER_CPU_LIBRARY=$(CURDIR)/$(SANITIZED)/csrc/cpu/libeformer_cpu.so \
+	$(VENV)/bin/python -m pytest -n 0 tests/quantization/native/test_products.py tests/quantization/native/test_other_ops.py
+
 # Each benchmark takes --quick and --json PATH.
 bench: $(VENV)/dev.stamp
 	@mkdir -p benchmarks/results/local
@@ -79,3 +92,11 @@ $(NEWEST_VENV)/test.stamp: $(BUILD_FILES)
 	$(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/python $(PIP_INSTALL) --upgrade -e '.[test]' jax
 	@touch $@
+
+# The CUDA kernels for all architectures, without a GPU; copied next to their Python side, where they are found.
+CUDA_HOME_OF_KERNELS := src/eformer/ops/quantization/_kernels/cuda
+.PHONY: cuda
+cuda:
+	cmake -S . -B build/cuda -DEFORMER_CUDA=ON -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/cuda --target eformer_cuda --parallel 2
+	cp build/cuda/csrc/cuda/libeformer_cuda.so $(CUDA_HOME_OF_KERNELS)/

@@ -1,0 +1,87 @@
+"""`python -m eformer doctor`: what is installed, which kernels run here, whether they are right, and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+import jax
+
+from eformer.ops.quantization.kernels import load_kernels
+
+from . import _selfcheck
+from ._text import print_table
+from ._versions import version
+
+DISTRIBUTIONS = ("eformer", "jax", "jaxlib", "numpy", "plum-dispatch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--no-timing", action="store_true", help="leave out the timings (they take a few seconds)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; the exit status is 1 if a self-check failed."""
+    found = report(timing=not options.no_timing)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found)
+    return 0 if found["ok"] else 1
+
+
+def report(*, timing: bool = True) -> dict[str, Any]:
+    """Everything the command knows, as plain data."""
+    checks = _selfcheck.errors()
+    return {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in DISTRIBUTIONS}},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": os.cpu_count(),
+            "platform": jax.default_backend(),
+            "devices": [str(device) for device in jax.devices()],
+        },
+        "kernels": load_kernels(),
+        "checks": checks,
+        "timings": _selfcheck.timings() if timing else [],
+        "ok": all(check["ok"] for check in checks),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    facts = {**found["versions"], **found["machine"], "devices": ", ".join(found["machine"]["devices"])}
+    print_table("installation", ["what", "value"], [[name, str(value)] for name, value in facts.items()])
+    print_table(
+        "native kernels",
+        ["platform", "state", "instructions", "file"],
+        [[k["backend"], k["state"], k["instructions"] or "-", k["path"] or "-"] for k in found["kernels"]],
+    )
+    print_table(
+        "self-check (largest error / largest value, against float64)",
+        ["format", "product", "kernel", "error", "allowed", "verdict"],
+        [
+            [
+                c["format"],
+                c["form"],
+                c["kernel"],
+                f"{c['error']:.1e}",
+                f"{c['limit']:.0e}",
+                "ok" if c["ok"] else "WRONG",
+            ]
+            for c in found["checks"]
+        ],
+    )
+    if found["timings"]:
+        size = found["timings"][0]["size"]
+        print_table(
+            f"timings ({size} x {size} weights; below 1 is faster than dense float32)",
+            ["format", "rows of x", "kernel", "ms", "dense ms", "ratio"],
+            [
+                [t["format"], str(t["m"]), t["kernel"], f"{t['ms']:.2f}", f"{t['dense_ms']:.2f}", f"{t['ratio']:.2f}"]
+                for t in found["timings"]
+            ],
+        )
