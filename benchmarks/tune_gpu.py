@@ -1,0 +1,66 @@
+"""Times every way to cut a product up, next to the one the table of the GPU kernels chooses.
+
+    python benchmarks/tune_gpu.py [--quick] [--json PATH]
+
+Where the choice is far from the best, correct the costs of the generation in _kernels/cuda/tuning.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _gpu import BLOCK, PER_BYTE, corner_of, microseconds, storage
+
+from eformer.ops.quantization._kernels import qmatmul
+from eformer.ops.quantization._kernels.cuda import _calls, tuning
+
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K, N
+ROWS = (1, 16, 32, 64)
+
+
+def time_of(fmt: str, k: int, n: int, m: int, tiles: int, splits: int, count: int = 16) -> float:
+    keys = jax.random.split(jax.random.key(0), count)
+    stored = [storage(key, fmt, n, k) for key in keys]
+    x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
+    _calls.cut = lambda *sizes: (tiles, splits)
+    try:
+        block = BLOCK if fmt == "nf4" else None
+        program = jax.jit(
+            lambda x, stored: corner_of([qmatmul(x, c, s, fmt=fmt, form="dot", cols=k, block=block) for c, s in stored])
+        )
+        jax.clear_caches()
+        return microseconds(program, x, stored, calls=5, rounds=5) / count
+    finally:
+        _calls.cut = tuning.cut
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print("no GPU: nothing to measure")
+        return
+    rows: list[dict[str, Any]] = []
+    for fmt in ("nf4",) if options.quick else tuple(PER_BYTE):
+        for k, n in SHAPES[:1] if options.quick else SHAPES:
+            for m in ROWS[:1] if options.quick else ROWS:
+                chosen = tuning.cut(fmt, 1, m, n, k)
+                tried = {(t, s): time_of(fmt, k, n, m, t, s) for t in (1, 2, 4, 7, 8) for s in (1, 2, 4)}
+                tried.setdefault(chosen, time_of(fmt, k, n, m, *chosen))
+                best = min(tried, key=lambda cut: tried[cut])
+                rows.append({"format": fmt, "k": k, "n": n, "m": m, "chosen": chosen, "us": tried[chosen],
+                             "best": best, "best_us": tried[best]})  # fmt: skip
+                print(f"{fmt} {k}x{n} M={m}: chosen {chosen} {tried[chosen]:.1f} us, best {best} {tried[best]:.1f} us")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+// What every kernel shares: formats and element types, asynchronous copies, fragment loads, matrix instructions.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace eformer {
+
+// kNf4 is for blocks that are a multiple of 64, kNf4Fine for other multiples of 32.
+enum Fmt : int { kNf4 = 0, kInt8 = 1, kTernary = 2, kBinary = 3, kNf4Fine = 4 };
+enum Dtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// Warps of a block that multiply; the others bring data in.
+constexpr int kWarps = 8;
+constexpr int kWorkers = kWarps * 32;
+
+template <int FMT>
+constexpr bool kIsNf4 = FMT == kNf4 || FMT == kNf4Fine;
+// Values in 16 stored bytes.
+template <int FMT>
+constexpr int kPerChunk = kIsNf4<FMT> ? 32 : FMT == kInt8 ? 16 : FMT == kTernary ? 64 : 128;
+
+__host__ __device__ constexpr int item_size(int dtype) { return dtype == kF32 ? 4 : 2; }
+__host__ __device__ constexpr int clamp_to(int value, int top) { return value < 0 ? 0 : value > top ? top : value; }
+template <class A>
+__host__ __device__ constexpr A ceil_div(A a, A b) {
+  return (a + b - 1) / b;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies that zero what lies behind `valid` bytes.
+__device__ __forceinline__ void copy_async16(uint32_t dst, const void* src, int valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
+}
+__device__ __forceinline__ void copy_async16(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+__device__ __forceinline__ void copy_async4(uint32_t dst, const void* src, int valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid) : "memory");
+}
+// 16, 8 or 4 bytes.
+__device__ __forceinline__ void copy_async(uint32_t dst, const void* src, int bytes) {
+  if (bytes == 16) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+  } else if (bytes == 8) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+  }
+}
+#if __CUDA_ARCH__ >= 900
+// A box of an array, copied by an engine of its own, which costs the load/store unit nothing. `barrier` counts bytes.
+__device__ __forceinline__ void copy_box(uint32_t dst, const CUtensorMap* map, int byte, int row, int matrix,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          dst),
+      "l"(map), "r"(byte), "r"(row), "r"(matrix), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+               "r"(bytes)
+               : "memory");
+}
+#endif
+// What this thread has done in shared memory comes before bulk copies into it that are started behind the next barrier.
+__device__ __forceinline__ void order_before_bulk_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Barriers in shared memory, through which loading and multiplying warps hand stages to each other.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives when the asynchronous copies this thread has started are complete.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#endif
+  }
+}
+// For the multiplying warps alone.
+__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kWorkers) : "memory"); }
+
+// 16 bytes into shared memory, of which `valid` exist at `src`, in steps of the alignment `unit` (16, 4, 2 or 1).
+__device__ __forceinline__ void copy_chunk(uint8_t* dst, const uint8_t* src, int valid, int unit) {
+  if (unit == 16) {
+    copy_async16(shared_address(dst), src, valid);
+  } else if (unit == 4) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) copy_async4(shared_address(dst) + i, src + (valid > i ? i : 0), clamp_to(valid - i, 4));
+  } else {
+    for (int i = 0; i < 16; ++i) dst[i] = i < valid ? src[i] : 0;
+  }
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// c += a * b for a 16x16 tile of weights and a 16x8 tile of activations.
+template <class E>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float load_float(const void* p, int64_t i, int dtype) {
+  if (dtype == kF32) return static_cast<const float*>(p)[i];
+  if (dtype == kBf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+  return __half2float(static_cast<const __half*>(p)[i]);
+}
+__device__ __forceinline__ void store_float(void* p, int64_t i, int dtype, float v) {
+  if (dtype == kF32) {
+    static_cast<float*>(p)[i] = v;
+  } else if (dtype == kBf16) {
+    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16(v);
+  } else {
+    static_cast<__half*>(p)[i] = __float2half(v);
+  }
+}
+
+// A kernel that may start before the one in front of it has ended calls this before it reads anything.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace eformer

@@ -1,0 +1,156 @@
+// Packed codes to pairs of 16-bit floats, the form in which matrix instructions take them.
+//
+// A 32-bit word of codes becomes several registers; a register holds two values, the earlier one in its low half:
+//   nf4      4 pairs, pair i = values (2i, 2i + 1): one lookup per byte in a table of all 256 pairs
+//   int8     2 pairs, pair i = values (2i, 2i + 1)
+//   ternary  8 pairs, pair i = values (i, i + 8)
+//   binary  16 pairs, pair i = values (i, i + 16)
+// Ternary and binary fields are turned into floats where they stand, in both halves of the word at once, which is why
+// the partners of a pair are half a word apart.
+#pragma once
+
+#include "common.cuh"
+
+namespace eformer {
+
+__device__ constexpr float kCodebook[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+template <class E>
+struct Pair;
+template <>
+struct Pair<__nv_bfloat16> {
+  static constexpr uint32_t kOne = 0x3F80, kSign = 0x8000;
+  static constexpr uint32_t kMagic = 0x4300;  // 128: the mantissa counts ones
+  static constexpr int kMagicBits = 7;
+  static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<uint32_t*>(&v);
+  }
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return fma(a, b, 0x80008000u); }
+  // Bits of a power of two or a small sum of two of them, exact in this type.
+  static __host__ __device__ constexpr uint32_t bits(int numerator, int shift) {
+    int e = 0;
+    while ((numerator >> (e + 1)) != 0) ++e;
+    uint32_t mantissa = e > 7 ? static_cast<uint32_t>(numerator) >> (e - 7) : static_cast<uint32_t>(numerator) << (7 - e);
+    return (static_cast<uint32_t>(127 + e - shift) << 7) | (mantissa & 0x7F);
+  }
+};
+template <>
+struct Pair<__half> {
+  static constexpr uint32_t kOne = 0x3C00, kSign = 0x8000;
+  static constexpr uint32_t kMagic = 0x6400;  // 1024
+  static constexpr int kMagicBits = 10;
+  static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
+    __half2 v = __floats2half2_rn(lo, hi);
+    return *reinterpret_cast<uint32_t*>(&v);
+  }
+  static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return fma(a, b, 0x80008000u); }
+  static __host__ __device__ constexpr uint32_t bits(int numerator, int shift) {
+    int e = 0;
+    while ((numerator >> (e + 1)) != 0) ++e;
+    uint32_t mantissa = e > 10 ? static_cast<uint32_t>(numerator) >> (e - 10) : static_cast<uint32_t>(numerator) << (10 - e);
+    return (static_cast<uint32_t>(15 + e - shift) << 10) | (mantissa & 0x3FF);
+  }
+};
+
+// The codebook is stored times this factor, and sums are divided by it: of all factors it leaves bf16 the smallest
+// error (root mean square over the codes 6.3e-4 of the values instead of 1.1e-3).
+template <class E>
+constexpr float kCodebookFactor = 1.43701f;
+template <>
+constexpr float kCodebookFactor<__half> = 1.f;
+
+// The table of NF4 pairs, one copy per lane so that no two lanes of a warp meet in a bank. Rows are 256 bytes apart:
+// then a byte permutation makes the address out of the code byte and the lane in one instruction.
+constexpr int kTableBytes = 256 * 256;
+
+template <class E>
+__device__ __forceinline__ void fill_table(uint8_t* table, int thread) {
+  const float mine = kCodebook[thread & 15] * kCodebookFactor<E>;
+#pragma unroll
+  for (int i = 0; i < 256 * 8 / kWorkers; ++i) {
+    int code = i * (kWorkers / 8) + (thread >> 3);  // eight lanes write one row
+    uint32_t pair = Pair<E>::pack(__shfl_sync(~0u, mine, code >> 4), __shfl_sync(~0u, mine, code & 15));
+    *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair, pair, pair, pair);
+  }
+}
+
+template <int FMT, class E>
+struct Decoder;
+
+template <class E>
+struct Decoder<kNf4, E> {
+  const uint8_t* table;
+  uint32_t lane4;
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    uint32_t offset = __byte_perm(word, lane4, 0x5504 | (i << 4));
+    return *reinterpret_cast<const uint32_t*>(table + offset);
+  }
+};
+
+template <class E>
+struct Decoder<kNf4Fine, E> : Decoder<kNf4, E> {};
+
+template <class E>
+struct Decoder<kInt8, E> {
+  const uint8_t* table;
+  uint32_t lane4;
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const;
+};
+// bf16 counts to 128 in its mantissa: 128 + low seven bits, minus 128 or (sign bit set) 256.
+template <>
+__device__ __forceinline__ uint32_t Decoder<kInt8, __nv_bfloat16>::pair(uint32_t word, int i) const {
+  uint32_t select = i == 0 ? 0x4140 : 0x4342;
+  uint32_t low = __byte_perm(word & 0x7F7F7F7Fu, 0x43434343u, select);
+  uint32_t high = __byte_perm(word & 0x80808080u, 0x43434343u, select);
+  return Pair<__nv_bfloat16>::fma(high, 0xBF80BF80u, low);
+}
+template <>
+__device__ __forceinline__ uint32_t Decoder<kInt8, __half>::pair(uint32_t word, int i) const {
+  uint32_t biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, i == 0 ? 0x4140 : 0x4342);
+  return Pair<__half>::fma(biased, 0x3C003C00u, 0xE480E480u);  // minus 1152
+}
+
+template <class E>
+struct Decoder<kTernary, E> {
+  const uint8_t* table;
+  uint32_t lane4;
+  // The field becomes part of the mantissa of 2^n: (2^n + c * 2^p) / 2^p - (2^n / 2^p + 1) = c - 1, exactly.
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    constexpr int kBits = Pair<E>::kMagicBits;
+    constexpr int kSlots = kBits / 2;                     // fields that fit the mantissa without a shift
+    const int bit = 8 * (i / 4) + 6 - 2 * (i % 4);
+    const int shift = bit / (2 * kSlots) * (2 * kSlots);
+    const int p = bit - shift;
+    uint32_t field = ((word >> shift) & (0x00030003u << p)) | (Pair<E>::kMagic * 0x00010001u);
+    uint32_t factor = Pair<E>::bits(1, p) * 0x00010001u;
+    uint32_t bias = (Pair<E>::bits((1 << (kBits - p)) + 1, 0) | 0x8000u) * 0x00010001u;
+    return Pair<E>::fma(field, factor, bias);
+  }
+};
+
+template <class E>
+struct Decoder<kBinary, E> {
+  const uint8_t* table;
+  uint32_t lane4;
+  // The bit becomes the sign of one; a set bit means plus.
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    const int bit = 8 * (i / 8) + 7 - i % 8;
+    return ((word << (15 - bit)) & 0x80008000u) ^ ((Pair<E>::kOne | Pair<E>::kSign) * 0x00010001u);
+  }
+};
+
+}  // namespace eformer

@@ -1,0 +1,174 @@
+// The doors of the library: XLA FFI handlers and the version of their interface. Checks only; kernels are elsewhere.
+#include <optional>
+#include <string>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace eformer {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t abi_version = 1;
+constexpr int64_t per_byte[4] = {2, 1, 4, 8};
+
+ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("eformer: " + what); }
+
+ffi::Error finished(cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  if (error == cudaErrorNotSupported) return invalid("no CUDA kernel takes this block size on this device.");
+  return ffi::Error::Internal(std::string("eformer: ") + cudaGetErrorString(error));
+}
+
+std::optional<int> float_type(ffi::AnyBuffer b) {
+  switch (b.element_type()) {
+    case ffi::F32:
+      return 0;
+    case ffi::BF16:
+      return 1;
+    case ffi::F16:
+      return 2;
+    default:
+      return std::nullopt;
+  }
+}
+
+// codes (count, rows, ...) and scale (count, ...), or a scale of one axis and no elements.
+ffi::Error matrices(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t fmt, int64_t cols, int64_t block, Matrices* d) {
+  const auto c = codes.dimensions(), s = scale.dimensions();
+  const auto type = float_type(scale);
+  if (fmt < 0 || fmt > 3 || c.size() != (fmt == 0 ? 4u : 3u) || !type) return invalid("the codes do not fit the format.");
+  d->fmt = static_cast<int>(fmt), d->count = c[0], d->rows = c[1], d->cols = cols, d->block = static_cast<int>(block);
+  d->row_bytes = fmt == 0 ? c[2] * c[3] : c[2];
+  const int64_t needed = fmt == 0 ? (cols + block - 1) / block * block / 2 : (cols + per_byte[fmt] - 1) / per_byte[fmt];
+  if (d->row_bytes != needed) return invalid("the codes do not have as many columns as they should.");
+  d->codes = static_cast<const uint8_t*>(codes.untyped_data());
+  d->scale_dtype = *type;
+  d->scale = nullptr, d->scale_rows = d->scale_cols = 1;
+  if (s.size() == 1) return fmt == 0 ? invalid("nf4 needs a scale.") : ffi::Error::Success();
+  if (s.size() != 3 || s[0] != c[0] || (s[1] != 1 && s[1] != c[1])) return invalid("the scale does not fit the codes.");
+  if (fmt == 0 ? s[1] != c[1] || s[2] != c[2] : s[2] != 1 && s[2] != cols) return invalid("the scale does not fit the codes.");
+  d->scale = static_cast<const uint8_t*>(scale.untyped_data());
+  d->scale_rows = s[1], d->scale_cols = s[2];
+  return ffi::Error::Success();
+}
+
+ffi::Error product(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, Product p, int64_t tiles, int64_t splits) {
+  const auto x_type = float_type(x), y_type = float_type(y);
+  if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
+  if (p.d.fmt != 0 && p.d.scale && p.d.scale_cols != 1) return invalid("scales along the columns belong into x.");
+  if (p.d.fmt == 0 && p.d.scale_dtype == 2) return invalid("the absmax of nf4 must be float32 or bfloat16.");
+  p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type;
+  p.y = y.untyped_data(), p.y_dtype = *y_type;
+  p.tiles = static_cast<int>(tiles), p.splits = static_cast<int>(splits);
+  return finished(*x_type == 1 ? multiply_bf16(stream, p) : multiply_f16(stream, p));
+}
+
+ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::F32>> work, int64_t fmt, int64_t cols,
+                   int64_t block, int64_t tiles, int64_t splits) {
+  Product p{};
+  if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  const auto xd = x.dimensions(), yd = y->dimensions();
+  if (xd.size() != 3 || yd.size() != 3 || xd[0] != p.d.count || xd[2] != cols || yd[0] != xd[0] || yd[1] != xd[1] ||
+      yd[2] != p.d.rows)
+    return invalid("x and y do not fit the codes.");
+  p.m = xd[1];
+  if (splits > 1 && static_cast<int64_t>(work->element_count()) < splits * p.d.count * p.m * p.d.rows)
+    return invalid("the work space is too small for the splits.");
+  p.partial = splits > 1 ? work->typed_data() : nullptr;
+  return product(stream, x, *y, p, tiles, splits);
+}
+
+ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                  ffi::Buffer<ffi::S32> groups, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block,
+                  int64_t tiles) {
+  Product p{};
+  if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  const auto xd = x.dimensions(), yd = y->dimensions();
+  if (xd.size() != 2 || yd.size() != 2 || xd[1] != cols || yd[0] != xd[0] || yd[1] != p.d.rows ||
+      static_cast<int64_t>(groups.element_count()) != p.d.count)
+    return invalid("x, y and the group sizes do not fit the codes.");
+  p.m = xd[0], p.groups = groups.typed_data();
+  return product(stream, x, *y, p, tiles, 1);
+}
+
+ffi::Error dequant(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> y,
+                   int64_t fmt, int64_t cols, int64_t block) {
+  Rows r{};
+  if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &r.d); e.failure()) return e;
+  const auto type = float_type(*y);
+  r.n = r.d.count * r.d.rows;
+  if (!type || static_cast<int64_t>(y->element_count()) != r.n * cols) return invalid("y does not fit the codes.");
+  r.y = y->untyped_data(), r.y_dtype = *type;
+  return finished(decode_rows(stream, r));
+}
+
+ffi::Error qgather(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> indices,
+                   ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block) {
+  Rows r{};
+  if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &r.d); e.failure()) return e;
+  const auto type = float_type(*y);
+  r.n = static_cast<int64_t>(indices.element_count()), r.indices = indices.typed_data();
+  if (!type || r.d.count != 1 || static_cast<int64_t>(y->element_count()) != r.n * cols)
+    return invalid("y does not fit the codes and indices.");
+  r.y = y->untyped_data(), r.y_dtype = *type;
+  return finished(decode_rows(stream, r));
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQmatmul, qmatmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("tiles")
+                                  .Attr<int64_t>("splits"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaRagged, ragged,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("tiles"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaDequant, dequant,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQgather, qgather,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block"),
+                              {ffi::Traits::kCmdBufferCompatible});
+extern "C" int64_t eformer_cuda_abi() { return abi_version; }
+#pragma GCC visibility pop
+
+}  // namespace eformer

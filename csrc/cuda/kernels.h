@@ -1,0 +1,46 @@
+// What the handlers know of the kernels: plain functions that put work on a stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace eformer {
+
+// Matrices as they are stored; see src/eformer/ops/quantization/_kernels/problem.py for the layout.
+struct Matrices {
+  int fmt;  // 0 nf4, 1 int8, 2 ternary, 3 binary
+  int64_t count, rows, cols, row_bytes;
+  int block;  // of nf4
+  const uint8_t* codes;
+  const uint8_t* scale;  // null without one
+  int scale_dtype;
+  int64_t scale_rows, scale_cols;
+};
+
+struct Product {
+  Matrices d;
+  const uint8_t* x;
+  int x_dtype;
+  int64_t m;
+  void* y;
+  int y_dtype;
+  float* partial;         // splits * count * m * rows floats when splits > 1
+  const int32_t* groups;  // rows of x per matrix; null unless ragged
+  int tiles, splits;      // rows of D per block / 16, ways the columns are split
+};
+
+struct Rows {
+  Matrices d;
+  const int32_t* indices;  // null for all rows in order
+  int64_t n;
+  void* y;
+  int y_dtype;
+};
+
+// Return a CUDA error, or cudaErrorNotSupported where no kernel takes the sizes.
+cudaError_t multiply_bf16(cudaStream_t stream, const Product& p);
+cudaError_t multiply_f16(cudaStream_t stream, const Product& p);
+cudaError_t decode_rows(cudaStream_t stream, const Rows& r);
+
+}  // namespace eformer

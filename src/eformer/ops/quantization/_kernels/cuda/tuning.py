@@ -1,0 +1,81 @@
+"""How products are cut up for the GPU, one row per generation, found by measurement (benchmarks/tune_gpu.py).
+
+A block takes some tiles of 16 rows of D and walks along their columns; the columns may be split over several blocks,
+whose sums a second kernel adds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Costs are in units of one tile for one stage of columns.
+
+    `stage_cost` is what a stage costs besides its tiles, by columns of eight rows of x; `block_cost` what starting and
+    ending a block costs, `sum_cost` adding up splits. `largest_m` is the number of rows of x up to which decoding
+    inside the product beats decoding first.
+    """
+
+    multiprocessors: int
+    largest_m: int
+    stage_cost: Mapping[int, float]
+    block_cost: float
+    sum_cost: float
+
+
+STAGE_COST = MappingProxyType({1: 1.0, 2: 2.5, 4: 4.0, 8: 6.0})
+TABLE: Mapping[str, Generation] = MappingProxyType(
+    {
+        "9.0": Generation(132, 64, STAGE_COST, 28.0, 28.0),
+        "8.0": Generation(108, 64, STAGE_COST, 28.0, 28.0),  # like 9.0, not measured
+        "8.9": Generation(128, 64, STAGE_COST, 28.0, 28.0),  # likewise
+    }
+)
+DEFAULT = "9.0"
+
+MOST_TILES = 8
+PER_BYTE = MappingProxyType({"nf4": 2, "int8": 1, "ternary": 4, "binary": 8})
+
+
+@functools.cache
+def generation() -> Generation:
+    """That of the first GPU, or the newest measured one when there is none (a program is being lowered for later)."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return TABLE[DEFAULT]
+    return TABLE.get(getattr(device, "compute_capability", DEFAULT), TABLE[DEFAULT])
+
+
+def columns_of(fmt: str, m: int) -> int:
+    """Columns of eight rows of x a kernel takes at a time (csrc/cuda/launch.cuh)."""
+    return 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 or fmt == "binary" else 8
+
+
+def segment_bytes(fmt: str, columns: int) -> int:
+    """Bytes of a stored row per stage."""
+    return 256 if columns == 1 or (columns == 2 and fmt != "binary") else 128
+
+
+@functools.lru_cache(maxsize=1024)
+def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
+    """Tiles per block and splits of the columns."""
+    here, columns = generation(), columns_of(fmt, m)
+    stages = -(-cols // (segment_bytes(fmt, columns) * PER_BYTE[fmt]))
+    chunks = batch * -(-m // (8 * columns))
+
+    def cost(tiles: int, splits: int) -> float:
+        blocks = -(-rows // (16 * tiles)) * splits * chunks
+        waves = -(-blocks // here.multiprocessors)
+        work = -(-stages // splits) * (tiles + here.stage_cost[columns])
+        return waves * (work + here.block_cost) + (here.sum_cost if splits > 1 else 0.0)
+
+    choices = [(t, s) for s in (1, 2, 4, 8) if s <= max(stages // 2, 1) for t in range(1, MOST_TILES + 1)]
+    return min(choices, key=lambda choice: (cost(*choice), choice[1]))

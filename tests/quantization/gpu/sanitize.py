@@ -1,0 +1,50 @@
+"""A small table of products for compute-sanitizer: see sanitize.sh."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer.ops.quantization._kernels import cuda, qgather, qmatmul, qragged_dot
+
+NF4 = {"fmt": "nf4", "block": 64}
+TABLE = [
+    (64, 512, 1, NF4),
+    (50, 1000, 9, NF4),
+    (33, 640, 17, NF4),
+    (96, 1024, 40, NF4),
+    (40, 96, 3, {"fmt": "nf4", "block": 32}),
+]
+TABLE += [(40, 520, m, {"fmt": fmt}) for fmt in ("int8", "ternary", "binary") for m in (1, 12, 20, 40)]
+PER_BYTE = {"int8": 1, "ternary": 4, "binary": 8}
+
+
+def main() -> None:
+    assert cuda.loaded().reason is None, cuda.loaded().reason
+    rng = np.random.default_rng(0)
+    table = [TABLE[int(number)] for number in sys.argv[1:]] or TABLE
+    for rows, cols, m, how in table:
+        x = jnp.asarray(rng.standard_normal((m, cols)), jnp.bfloat16)
+        if how["fmt"] == "nf4":
+            shape = (rows, -(-cols // how["block"]), how["block"] // 2)
+            codes, scale = rng.integers(0, 256, shape).astype(np.uint8), rng.random(shape[:2]).astype(np.float32)
+        else:
+            codes = rng.integers(0, 2, (rows, -(-cols // PER_BYTE[how["fmt"]]))) * 0x55
+            codes = codes.astype(np.int8 if how["fmt"] == "int8" else np.uint8)
+            scale = rng.random((rows, 1)).astype(np.float32)
+        y = qmatmul(x, codes, scale, form="dot", cols=cols, **how)
+        # Not the backward product: its matrix product is XLA's, whose own kernels the sanitizer does not survive.
+        looked_up = qgather(codes, scale, np.arange(0, rows, 3), cols=cols, **how)
+        sizes = jnp.array([m // 2, m - m // 2])
+        ragged = qragged_dot(x, codes[None].repeat(2, 0), scale, sizes, form="dot", cols=cols, **how)
+        assert all(
+            bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in jax.block_until_ready((y, looked_up, ragged))
+        )
+    print(f"{len(table)} products, each with its ragged twin and a lookup: finite")
+
+
+if __name__ == "__main__":
+    main()
