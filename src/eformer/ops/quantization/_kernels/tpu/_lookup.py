@@ -1,0 +1,108 @@
+"""Embedding rows: the numbers of the rows are known before the kernel starts, so only their tiles are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..avals import result_type
+from ._decode import byte_planes, nf4_planes
+from ._pallas import can_permute, compiler_params, grid_spec, pl, words
+from ._products import stored
+from .tuning import TILE_LANES, TILE_ROWS, planes_of, units_of
+
+# Index arithmetic is written with lax: `//` and `%` of JAX also look at signs, for which Mosaic wants to know the chip.
+
+# Units one step decodes at most; a longer row takes several.
+_UNITS = {"nf4": 1024, "int8": 8192, "ternary": 4096, "binary": 2048}
+
+
+def qgather(
+    problem: Any,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    indices: jax.Array,
+    *,
+    interpret: Any = False,
+    permute: bool | None = None,
+) -> jax.Array:
+    """Decoded rows for indices (n,) inside the table. Scales other than those of nf4 are left to XLA."""
+    fmt, planes = problem.fmt, planes_of(problem.fmt)
+    operands = [stored(fmt, codes[None])[0]]
+    if fmt == "nf4":
+        assert scale is not None
+        operands.append(scale.T.astype(jnp.float32))
+    permute = can_permute() if permute is None else permute
+    units = units_of(fmt, problem.cols, problem.block)
+    size = _units_per_step(fmt, units, problem.block)
+    specs = _nf4_specs(problem, size) if fmt == "nf4" else [_row_spec(problem, size)]
+    rows = pl.pallas_call(
+        lambda numbers, *refs: _body(problem, permute, numbers, *refs),
+        grid_spec=grid_spec(
+            1,
+            grid=(indices.shape[0], -(-units // size)),
+            in_specs=specs,
+            out_specs=pl.BlockSpec((None, planes, size), lambda i, u, numbers: (i, 0, u)),
+        ),
+        out_shape=result_type((indices.shape[0], planes, units), jnp.float32, codes),
+        compiler_params=compiler_params("parallel", "parallel"),
+        cost_estimate=_cost(problem, indices.shape[0], units),
+        interpret=interpret,
+        name=f"eformer_{fmt}_lookup",
+    )(indices.astype(jnp.int32), *operands)
+    rows = rows.swapaxes(1, 2).reshape(indices.shape[0], -1)[:, : problem.cols]
+    if scale is not None and fmt != "nf4":
+        factor = scale[indices] if scale.shape[0] == codes.shape[0] else scale
+        rows = rows * factor.astype(jnp.float32)
+    return rows.astype(problem.out_dtype)
+
+
+def _units_per_step(fmt: str, units: int, block: int | None) -> int:
+    if units <= _UNITS[fmt]:
+        return units
+    # For nf4, whole groups of eight scales, or a row that is taken whole whatever its length.
+    step = block if fmt == "nf4" and block else _UNITS[fmt]
+    return step * (_UNITS[fmt] // step) if step <= _UNITS[fmt] else units
+
+
+def _nf4_specs(problem: Any, size: int) -> list[pl.BlockSpec]:
+    scales = size // (problem.block // 8)
+    lanes = min(problem.rows, TILE_LANES)
+
+    def at(i: Any, u: Any, numbers: Any) -> Any:
+        return u, lax.div(numbers[i], TILE_LANES)
+
+    return [pl.BlockSpec((4 * size, lanes), at), pl.BlockSpec((scales, lanes), at)]
+
+
+def _row_spec(problem: Any, size: int) -> pl.BlockSpec:
+    return pl.BlockSpec((min(problem.rows, TILE_ROWS), size), lambda i, u, numbers: (lax.div(numbers[i], TILE_ROWS), u))
+
+
+def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> None:
+    out = rest[-1]
+    number = numbers[pl.program_id(0)]
+    if problem.fmt != "nf4":
+        row = lax.broadcasted_iota(jnp.int32, codes.shape, 0) == lax.rem(number, TILE_ROWS)
+        for i, plane in enumerate(byte_planes(codes[...], problem.fmt)):
+            out[i : i + 1, :] = jnp.where(row, plane, 0.0).sum(0, keepdims=True)
+        return
+    # The row lies along sublanes. A product with one 1 in the right lane takes it out and lays it along lanes; in full
+    # precision it is exact. Lanes behind the end of the table, and scales behind the last block, may be NaN.
+    scale = rest[0][...]
+    lane = lax.broadcasted_iota(jnp.int32, scale.shape, 1) == lax.rem(number, TILE_LANES)
+    planes = nf4_planes(words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)
+    ones = jnp.ones((8, scale.shape[1]), jnp.float32)
+    for i, plane in enumerate(planes):
+        dims = (((1,), (1,)), ((), ()))
+        picked = lax.dot_general(ones, plane, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        out[i : i + 1, :] = picked[:1]
+
+
+def _cost(problem: Any, count: int, units: int) -> pl.CostEstimate:
+    per_row = 4 * units * TILE_LANES if problem.fmt == "nf4" else units * TILE_ROWS
+    values = units * planes_of(problem.fmt)
+    return pl.CostEstimate(flops=2 * count * values, transcendentals=0, bytes_accessed=count * (per_row + 4 * values))

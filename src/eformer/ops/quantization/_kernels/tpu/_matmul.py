@@ -1,0 +1,269 @@
+"""The kernel of every product: decode a block of codes, multiply, add up over the contracted axis in VMEM.
+
+What is packed comes apart along the columns of D. In the dot form columns are contracted: x is split like the codes
+beforehand, (steps, planes, M, units), and the products of all planes are added. In the axpy form columns are the
+result: every plane has its own sums, and the caller weaves y of the same shape together. Nothing moves between lanes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..avals import result_type
+from ._decode import byte_planes, nf4_planes
+from ._pallas import compiler_params, grid_spec, pl, scratch, words
+from .tuning import Geometry
+
+# Grid axes: matrix (or tile of a group), rows of x, result, contraction.
+_TILE, _M, _OUT, _CONTRACTED = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The static side of one call."""
+
+    geometry: Geometry
+    form: str
+    out_dtype: np.dtype
+    precision: lax.Precision
+    permute: bool
+    grouped: bool = False
+    scaled: bool = False  # y is multiplied by a row of factors at the end
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Of the result and of the contraction."""
+        g = self.geometry
+        return (g.row_steps, g.unit_steps) if self.form == "dot" else (g.unit_steps, g.row_steps)
+
+    def split_shape(self, tiles: int) -> tuple[int, ...]:
+        g = self.geometry
+        return (tiles, g.m, g.units) if g.planes == 1 else (tiles, g.unit_steps, g.planes, g.m, g.bu)
+
+    def y_shape(self, tiles: int) -> tuple[int, ...]:
+        g = self.geometry
+        return (tiles, g.m, g.rows) if self.form == "dot" else self.split_shape(tiles)
+
+
+def call(
+    kernel: Kernel,
+    x: jax.Array,
+    codes: jax.Array,
+    factors: jax.Array | None,
+    groups: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    interpret: Any = False,
+) -> jax.Array:
+    """x (tiles, ...) times codes (matrices, ...). `factors`: the scales of nf4, or what y is multiplied by.
+
+    `groups` are the matrix of every tile and the number of tiles in use; without it tile t is multiplied by matrix t.
+    """
+    g, tiles = kernel.geometry, x.shape[0]
+    specs = [_x_spec(kernel), _codes_spec(kernel)]
+    operands = [x, codes]
+    if factors is not None:
+        specs.append(_factor_spec(kernel))
+        operands.append(factors)
+    prefetched = [] if groups is None else list(groups)
+    y_shape = kernel.y_shape(tiles)
+    sums = (g.planes if kernel.form == "axpy" else 1, g.bm, g.bu if kernel.form == "axpy" else g.br)
+    return pl.pallas_call(
+        lambda *refs: _body(kernel, _step(kernel, refs)),
+        grid_spec=grid_spec(
+            len(prefetched),
+            grid=(tiles, g.m_steps, *kernel.steps),
+            in_specs=specs,
+            out_specs=_y_spec(kernel),
+            scratch_shapes=[scratch(sums)],
+        ),
+        out_shape=result_type(y_shape, kernel.out_dtype, x),
+        compiler_params=compiler_params("parallel", "parallel", "parallel", "arbitrary"),
+        cost_estimate=cost(kernel, tiles, operands, y_shape),
+        interpret=interpret,
+        name=f"eformer_{g.fmt}_{kernel.form}",
+    )(*prefetched, *operands)
+
+
+def cost(kernel: Kernel, tiles: int, operands: list[Any], y_shape: tuple[int, ...]) -> pl.CostEstimate:
+    """For XLA's scheduler: every tile reads its matrix once for every block of its rows."""
+    g = kernel.geometry
+    passes = g.m_steps * tiles / operands[1].shape[0]
+    stored = sum(a.size * a.dtype.itemsize for a in operands[1:])
+    x = operands[0].size * operands[0].dtype.itemsize * kernel.steps[0]
+    moved = x + passes * stored + math.prod(y_shape) * kernel.out_dtype.itemsize
+    flops = 2 * tiles * g.m * g.rows * g.units * g.planes
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=int(moved))
+
+
+# -- which block a step sees -------------------------------------------------------------------------------------------
+
+
+def _index(kernel: Kernel, pick: Any) -> Any:
+    """An index map from pick(matrix, m, row step, unit step); a tile that is not in use asks for what is there."""
+
+    def index(t: Any, m: Any, out: Any, contracted: Any, *prefetched: Any) -> Any:
+        r, u = (out, contracted) if kernel.form == "dot" else (contracted, out)
+        matrix = t
+        if kernel.grouped:
+            which, used = prefetched
+            live = t < used[0]
+            matrix, r, u = which[t], jnp.where(live, r, 0), jnp.where(live, u, 0)
+        return pick(matrix, m, r, u)
+
+    return index
+
+
+def _split_spec(kernel: Kernel) -> pl.BlockSpec:
+    g = kernel.geometry
+    unit = _CONTRACTED if kernel.form == "dot" else _OUT
+    if g.planes == 1:
+        return pl.BlockSpec((None, g.bm, g.bu), lambda *at: (at[_TILE], at[_M], at[unit]))
+    return pl.BlockSpec((None, None, g.planes, g.bm, g.bu), lambda *at: (at[_TILE], at[unit], 0, at[_M], 0))
+
+
+def _plain_spec(kernel: Kernel) -> pl.BlockSpec:
+    g = kernel.geometry
+    row = _OUT if kernel.form == "dot" else _CONTRACTED
+    return pl.BlockSpec((None, g.bm, g.br), lambda *at: (at[_TILE], at[_M], at[row]))
+
+
+def _x_spec(kernel: Kernel) -> pl.BlockSpec:
+    return _split_spec(kernel) if kernel.form == "dot" else _plain_spec(kernel)
+
+
+def _y_spec(kernel: Kernel) -> pl.BlockSpec:
+    return _plain_spec(kernel) if kernel.form == "dot" else _split_spec(kernel)
+
+
+def _codes_spec(kernel: Kernel) -> pl.BlockSpec:
+    g = kernel.geometry
+    if g.fmt == "nf4":
+        return pl.BlockSpec((None, 4 * g.bu, g.br), _index(kernel, lambda i, m, r, u: (i, u, r)))
+    return pl.BlockSpec((None, g.br, g.bu), _index(kernel, lambda i, m, r, u: (i, r, u)))
+
+
+def _factor_spec(kernel: Kernel) -> pl.BlockSpec:
+    g = kernel.geometry
+    if g.fmt == "nf4":
+        tiled = g.scales_in_tiles
+        index = _index(kernel, lambda i, m, r, u: (i, u if tiled else 0, r))
+        return pl.BlockSpec((None, g.scale_block, g.br), index)
+    if kernel.form == "dot":
+        return pl.BlockSpec((None, 1, g.br), _index(kernel, lambda i, m, r, u: (i, 0, r)))
+    if g.planes == 1:
+        return pl.BlockSpec((None, 1, g.bu), _index(kernel, lambda i, m, r, u: (i, 0, u)))
+    return pl.BlockSpec((None, None, g.planes, 1, g.bu), _index(kernel, lambda i, m, r, u: (i, u, 0, 0, 0)))
+
+
+# -- what a step does --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Where in the grid this step is, and its blocks. Positions are read first: interpreted, a condition hides them."""
+
+    tile: Any
+    out: Any
+    contracted: Any
+    used: Any
+    x: Any
+    codes: Any
+    factors: Any
+    y: Any
+    sums: Any
+
+
+def _step(kernel: Kernel, refs: tuple[Any, ...]) -> _Step:
+    used = refs[1] if kernel.grouped else None
+    x, codes, *factors, y, sums = refs[2:] if kernel.grouped else refs
+    tile, out, contracted = (pl.program_id(axis) for axis in (_TILE, _OUT, _CONTRACTED))
+    return _Step(tile, out, contracted, used, x, codes, factors[0] if factors else None, y, sums)
+
+
+def _body(kernel: Kernel, step: _Step) -> None:
+    def start() -> None:
+        step.sums[...] = jnp.zeros_like(step.sums)
+
+    def finish() -> None:
+        y = step.sums[...] if step.y.ndim == 3 else step.sums[0]
+        step.y[...] = (y * step.factors[...] if kernel.scaled else y).astype(step.y.dtype)
+
+    def work() -> None:
+        pl.when(step.contracted == 0)(start)
+        _accumulate(kernel, step)
+        pl.when(step.contracted == kernel.steps[1] - 1)(finish)
+
+    if step.used is None:
+        work()
+    else:
+        pl.when(step.tile < step.used[0])(work)
+
+
+def _accumulate(kernel: Kernel, step: _Step) -> None:
+    dot = kernel.form == "dot"
+    axis = int(dot == (kernel.geometry.fmt != "nf4"))  # the contracted axis of a plane
+    dims = (((1,), (axis,)), ((), ()))
+    x = None if step.x.ndim == 3 else _valid_x(kernel, step)
+    total = step.sums[0] if dot else None
+    for i, plane in enumerate(_planes(kernel, step)):
+        part = lax.dot_general(
+            step.x[i] if x is None else x,
+            plane.astype(step.x.dtype),
+            dims,
+            precision=kernel.precision,
+            preferred_element_type=jnp.float32,
+        )
+        if total is None:
+            step.sums[i] += part
+        else:
+            total = total + part
+    if total is not None:
+        step.sums[0] = total
+
+
+def _planes(kernel: Kernel, step: _Step) -> Any:
+    g = kernel.geometry
+    if g.fmt == "nf4":
+        return nf4_planes(words(step.codes[...]), _valid_scales(kernel, step), permute=kernel.permute)
+    return byte_planes(step.codes[...], g.fmt)
+
+
+# -- ragged sizes: what lies behind the end of an array is undefined, and may be NaN -----------------------------------
+
+
+def _valid_x(kernel: Kernel, step: _Step) -> jax.Array:
+    """Zeros behind the end of the contracted axis. (An x that was split has been padded with zeros.)"""
+    g = kernel.geometry
+    size, block = (g.units, g.bu) if kernel.form == "dot" else (g.rows, g.br)
+    return _masked(step.x[...], 1, size, block, step.contracted)
+
+
+def _valid_scales(kernel: Kernel, step: _Step) -> jax.Array:
+    """The scales of this step. Codes behind the end decode to something finite as long as the scales are."""
+    g = kernel.geometry
+    unit = step.contracted if kernel.form == "dot" else step.out
+    if g.scales_in_tiles:
+        scales = step.factors[...]
+    else:
+        steps_per_row = max(g.units_per_scale // g.bu, 1)
+        # lax.div: `//` would look at signs, too, and for that Mosaic wants to know the chip.
+        scales = step.factors[pl.ds(lax.div(unit, steps_per_row) * g.scale_rows, g.scale_rows), :]
+    if kernel.form == "axpy":
+        return _masked(scales, 1, g.rows, g.br, step.contracted)
+    if not g.scales_in_tiles:
+        return scales
+    return _masked(scales, 0, g.units // g.units_per_scale, g.scale_rows, step.contracted)
+
+
+def _masked(value: jax.Array, axis: int, size: int, block: int, number: Any) -> jax.Array:
+    if size % block == 0:
+        return value
+    position = lax.broadcasted_iota(jnp.int32, value.shape, axis)
+    return jnp.where(position < size - number * block, value, jnp.zeros_like(value))

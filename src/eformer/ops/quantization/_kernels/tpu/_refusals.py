@@ -1,0 +1,70 @@
+"""Why a problem cannot, or should not, be given to the TPU kernels. None means it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..problem import Problem
+from . import tuning
+
+FLOATS = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16))
+SCALES = (*FLOATS, np.dtype(jnp.float16))
+# One row of 8 x 128 words holds 64 values of 128 rows of D, and a scale must not change inside it.
+BLOCK = 64
+
+
+def refuses_product(problem: Problem) -> str | None:
+    return refuses_platform(problem.platform) or refuses_operands(problem)
+
+
+def refuses_ragged(problem: Problem) -> str | None:
+    return refuses_product(problem)
+
+
+def refuses_gather(problem: Any) -> str | None:
+    why = (
+        refuses_platform(problem.platform)
+        or _not_one_of(FLOATS, out=problem.out_dtype)
+        or _not_one_of(SCALES, scale=problem.scale_dtype)
+        or _bad_block(problem.fmt, problem.block)
+    )
+    if why or problem.preference == "native" or tuning.lookup_pays(problem.fmt, problem.rows, problem.count):
+        return why
+    return f"XLA gathers {problem.count} of {problem.rows} rows of {problem.fmt} with fewer bytes read"
+
+
+def refuses_platform(platform: str) -> str | None:
+    return None if platform == "tpu" else f"its kernels run on the TPU, not on {platform}"
+
+
+def refuses_operands(problem: Problem) -> str | None:
+    """Whatever the platform: the kernels can be interpreted anywhere."""
+    spec = problem.spec
+    if 0 in (*problem.batch, problem.m, problem.rows, problem.cols):
+        return "nothing to multiply"
+    if isinstance(spec.precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+        return f"precision={spec.precision} names an algorithm, and it has its own"
+    if spec.fmt != "nf4" and problem.scale_shape is not None and 1 not in problem.scale_shape:
+        return f"a scale of shape {problem.scale_shape} has one factor per value; it takes one per row or per column"
+    return (
+        _not_one_of(FLOATS, x=problem.x_dtype, out=spec.out_dtype)
+        or _not_one_of(SCALES, scale=problem.scale_dtype)
+        or _bad_block(spec.fmt, spec.block)
+    )
+
+
+def _bad_block(fmt: str, block: int | None) -> str | None:
+    if fmt != "nf4" or (block and block % BLOCK == 0):
+        return None
+    return f"blocks of {block} values; it takes multiples of {BLOCK}"
+
+
+def _not_one_of(allowed: tuple[np.dtype, ...], **dtypes: Any) -> str | None:
+    for what, dtype in dtypes.items():
+        if dtype is not None and dtype not in allowed:
+            return f"{what} is {dtype}, and it takes {', '.join(t.name for t in allowed)}"
+    return None
