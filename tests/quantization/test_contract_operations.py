@@ -7,20 +7,8 @@ import pytest
 
 from eformer.jaximus import implicit
 
-from .contract import (
-    FAST,
-    FORMATS,
-    K,
-    N,
-    check,
-    dense,
-    dense_program,
-    make,
-    operands,
-    program,
-    seeded,
-    stack_operands,
-)
+from .contract import FAST, FORMATS, K, N, check, dense, make, seeded
+from .contract_programs import dense_program, operands, program, stack_operands
 
 # Formats without a scale move as their scaled twins do.
 MOVED = [name for name in FORMATS if "bare" not in name and name not in ("codes-last", "ternary-tensor")]

@@ -108,16 +108,34 @@ def test_concatenate_of_differently_scaled_stacks() -> None:
         check(join(p, q, axis), jnp.concatenate([dense(p), dense(q)], axis))
 
 
-@pytest.mark.parametrize("name", ["nf4", "ternary", "binary", "int8-columns"])
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "ternary", "binary", "int8-columns", "int8-matrix", "codes"])
 def test_per_channel_factors_fold_into_the_scale(name: str) -> None:
-    """`q * v` with one factor per output column of `x @ q`: the type is kept, and so are the values."""
+    """`q * v` with one factor per output column of `x @ q`, wherever it stands: type and values are kept."""
     rng = seeded(name)
     q, v = make(name, rng, 64, 10), normal(rng, 10) + 3
-    with materialization_policy("error"):
-        folded = [q * v, v * q, q / v, (q.T * v[:, None]).T]
-    for out, want in zip(folded, [dense(q) * v, dense(q) * v, dense(q) / v, dense(q) * v], strict=True):
-        assert type(out) is type(q)
-        check(out, want)
+
+    def several(q, v):
+        return [q * v, v * q, q / v, (q.T * v[:, None]).T, jnp.multiply(q, v[None]), q * v[0], q * v * 2]
+
+    for way in (implicit(several), jax.jit(implicit(several)), implicit(jax.jit(several)), jax.jit(_operators)):
+        with materialization_policy("error"):
+            folded = way(q, v)
+        assert {type(out) for out in folded} == {type(q)}
+        check(folded, several(dense(q), v)[: len(folded)])
+
+
+def _operators(q, v):
+    return [q * v, v * q, q / v]
+
+
+def test_factors_that_do_not_fold() -> None:
+    """One per row where rows are packed, one per value: the result is dense, and right."""
+    rng = seeded("factors")
+    for name in FEW:
+        q = make(name, rng, 64, 10)
+        for factor in (normal(rng, 64, 1), normal(rng, 10), normal(rng, 64, 10), normal(rng, 3, 1, 1)):
+            check(implicit(jnp.multiply)(q, factor), dense(q) * factor)
+            check(implicit(jnp.multiply)(q[:1], factor), dense(q)[:1] * factor)
 
 
 def transpose(q, order):

@@ -206,6 +206,11 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         return None
 
     @classmethod
+    def tangent_error(cls) -> Exception:
+        """What to raise when a derivative rule uses the tangent of such an array, a pytree, as if it were an array."""
+        return TypeError(errors.TANGENT_AS_ARRAY.format(name=cls.__name__))
+
+    @classmethod
     def default_handler(cls, primitive: Any, *args: Any, params: dict[str, Any] | None = None) -> Any:
         """What happens to a primitive nobody registered a handler for: materialize, then bind."""
         return _fallback.materialize_handler(primitive, *args, params=params or {})
@@ -223,9 +228,11 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         self = object.__new__(cls)
         state = self.__dict__
         state.update(zip(fields.children, children, strict=True))
-        aux, state["_shape"], state["_dtype"], state["_ranks"] = aux_data
+        aux, state["_shape"], state["_dtype"], state["_ranks"], note = aux_data
         state.update(zip(fields.aux, aux, strict=True))
-        state["_aux"] = aux_data
+        if note is not None and not any(isinstance(state[name], compat.Tracer) for name in fields.children):
+            note, aux_data = None, (*aux_data[:4], None)  # the program it was about has been run
+        state["_note"], state["_aux"] = note, aux_data
         state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))
         state["_settled"] = state["_sealed"] = True
         return self
@@ -306,7 +313,7 @@ def _static_data(q: ImplicitArray) -> Any:
     aux = state.get("_aux")
     if aux is None:
         own = layout(type(q)).get_aux(q)
-        aux = state["_aux"] = (own, state.get("_shape"), state.get("_dtype"), state.get("_ranks"))
+        aux = state["_aux"] = (own, *map(state.get, ("_shape", "_dtype", "_ranks", "_note")))
     return aux
 
 

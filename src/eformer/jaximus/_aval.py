@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -229,6 +229,22 @@ def batch_rank(q: Any, leaves: Sequence[Any]) -> int:
     if len(gained) > 1:
         raise errors.SlicedBelowCoreError(_rank_message(errors.UNEVEN_BATCH, q, leaves))
     return gained.pop()
+
+
+def expand_ranks(q: Any, was_leaf: Callable[[Any], bool]) -> None:
+    """Let a fresh `q` remember the ranks of the leaves of those children that were single leaves when it was built."""
+    children = layout(type(q)).get_children(q)
+    for nested in jtu.tree_leaves(children, is_leaf=lambda x: hasattr(x, "materialize")):
+        if hasattr(nested, "materialize") and not was_leaf(nested):
+            expand_ranks(nested, was_leaf)
+    ranks, expanded = q.__dict__.get("_ranks"), []
+    if ranks is None:
+        return
+    for leaf, rank in zip(jtu.tree_leaves(children, is_leaf=was_leaf), ranks, strict=True):
+        gained = leaf.ndim - rank
+        expanded += [part.ndim - gained for part in jtu.tree_leaves(leaf)] if was_leaf(leaf) else [rank]
+    q.__dict__["_ranks"] = tuple(expanded)
+    q.__dict__.pop("_aux", None)
 
 
 def _rank_message(template: str, q: Any, leaves: Sequence[Any]) -> str:

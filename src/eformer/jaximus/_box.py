@@ -7,6 +7,7 @@ dispatches when a scope encloses the jit; everywhere else it lowers to `material
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import jax.tree_util as jtu
 from .. import _jax_compat as compat
 from . import _aval
 from ._fallback import dense_for
+from ._fields import note_of
+from ._operators import ArrayOperators
 
 box_p = compat.Primitive("implicit_box")
 
@@ -23,11 +26,17 @@ box_p = compat.Primitive("implicit_box")
 def box(q: Any) -> Any:
     """`q` as an ordinary operand of whatever trace is current."""
     leaves, treedef = jtu.tree_flatten(q)
+    if note_of(q) is not None:  # JAX keeps what it derived from a box, and does not tell those with a note from others
+        return _dense(*leaves, treedef=treedef)
     return box_p.bind(*leaves, treedef=treedef)
 
 
 def unbox(leaves: Any, treedef: Any) -> Any:
-    return jtu.tree_unflatten(treedef, leaves)
+    q = jtu.tree_unflatten(treedef, leaves)
+    implicit = {id(leaf) for leaf in leaves if isinstance(leaf, ArrayOperators)}
+    if implicit:  # it was made of tracers of ours, which were single leaves then
+        _aval.expand_ranks(q, lambda x: id(x) in implicit)
+    return q
 
 
 def _dense(*leaves: Any, treedef: Any) -> Any:
@@ -40,9 +49,25 @@ def _abstract(*avals: Any, treedef: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
-    tangents = [compat.ad.instantiate_zeros(t) for t in tangents]
-    _, tangent = jax.jvp(lambda *leaves: _dense(*leaves, treedef=treedef), tuple(primals), tuple(tangents))
+    _, tangent = jvp_of_moving(lambda *leaves: _dense(*leaves, treedef=treedef), primals, tangents)
     return box_p.bind(*primals, treedef=treedef), tangent
+
+
+def _transpose(cotangent: Any, *leaves: Any, treedef: Any) -> Any:
+    raise unbox([None] * len(leaves), treedef).tangent_error()
+
+
+def jvp_of_moving(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.jvp` of `f` with respect to the operands that have a tangent.
+
+    The others stay as they are: a type may refuse to be differentiated, and must be told apart from one that is not.
+    """
+    moving = [i for i, t in enumerate(tangents) if not compat.is_symbolic_zero(t)]
+
+    def along(*operands: Any) -> Any:
+        return f(*(dict(zip(moving, operands, strict=True)).get(i, p) for i, p in enumerate(primals)))
+
+    return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 
 
 def _batch(args: Any, dims: Any, *, treedef: Any) -> Any:
@@ -67,4 +92,5 @@ box_p.def_impl(_dense)
 box_p.def_abstract_eval(_abstract)
 compat.mlir.register_lowering(box_p, compat.mlir.lower_fun(_dense, multiple_results=False))
 compat.ad.primitive_jvps[box_p] = _jvp
+compat.ad.primitive_transposes[box_p] = _transpose
 compat.batching.primitive_batchers[box_p] = _batch

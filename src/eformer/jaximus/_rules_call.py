@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 
 from .. import _jax_compat as compat
 from ._fallback import collecting_notices, dense_for, materialize, repeat_notices
+from ._fields import note_of
 from ._placement import child_shardings
 from ._registry import registry
 from ._trace import call_jaxpr, is_implicit, rule, run
@@ -25,7 +26,9 @@ _jit_lock = threading.Lock()
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    if compat.inlined_early(params["inline"]) and not compat.is_eval_trace(compat.current_trace()):
+    # A function traced for an array without the note would be found again, and the note lost.
+    inlined = compat.inlined_early(params["inline"]) or any(is_implicit(v) and note_of(v) is not None for v in values)
+    if inlined and not compat.is_eval_trace(compat.current_trace()):
         return call_jaxpr(params["jaxpr"], values)
     values, in_shardings = _placed_arguments(primitive, values, params)
     jitted, notices = _jitted(params, in_shardings)

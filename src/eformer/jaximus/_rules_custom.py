@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .. import _jax_compat as compat
+from ._box import jvp_of_moving
 from ._fallback import dense_for, materialize
 from ._placement import child_specs
 from ._trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
@@ -65,10 +66,12 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
 
     def jvp_rule(primals: Any, tangents: Any) -> Any:
         pairs = [_dense_pair(primitive, p, t) for p, t in zip(primals, tangents, strict=True)]
-        out = differentiate(*[p for p, _ in pairs], *[t for _, t in pairs])
+        moves = [t if symbolic_zeros else _instantiated(t) for _, t in pairs]
+        out = differentiate(*[p for p, _ in pairs], *moves)
         return out[: len(out) // 2], out[len(out) // 2 :]
 
-    f.defjvp(jvp_rule, symbolic_zeros=symbolic_zeros)
+    # Zeros stay symbolic up to here, so that operands nobody differentiates are not.
+    f.defjvp(jvp_rule, symbolic_zeros=True)
     with compat.set_current_trace(trace.parent_trace):
         return f(*values)
 
@@ -81,8 +84,7 @@ def _dense_pair(primitive: Any, primal: Any, tangent: Any) -> tuple[Any, Any]:
     tangents = treedef.flatten_up_to(tangent)
     if all(map(compat.is_symbolic_zero, tangents)):
         return dense_for(primitive, primal), compat.symbolic_zero(primal.aval)
-    tangents = [t.instantiate() if compat.is_symbolic_zero(t) else t for t in tangents]
-    return jax.jvp(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), tuple(leaves), tuple(tangents))
+    return jvp_of_moving(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), leaves, tangents)
 
 
 # -- custom_vjp --------------------------------------------------------------------------------------------------------
@@ -105,42 +107,72 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     f = jax.custom_vjp(lambda *vals: call(*vals))
 
     def forward_rule(*args: Any) -> Any:
-        vals, perturbed = _split_perturbed(args) if symbolic_zeros else (args, [True] * len(args))
+        vals, moving = _split_perturbed(args)
+        perturbed = moving if symbolic_zeros else [True] * len(vals)
         flat = _traced(trace, fwd)(*[x for pair in zip(vals, perturbed, strict=True) for x in pair])
         _, residual_tree, forwarded = params["out_trees"]()
         n_residuals = residual_tree.num_leaves - sum(i is not None for i in forwarded)
         pruned = iter(flat[:n_residuals])
         residuals = [next(pruned) if i is None else vals[i] for i in forwarded]
-        return [dense_for(primitive, o) for o in flat[n_residuals:]], (residuals, vals)
+        wanted = [
+            _split_leaves(a) if is_implicit(v) and m else None for a, v, m in zip(args, vals, moving, strict=True)
+        ]
+        return [dense_for(primitive, o) for o in flat[n_residuals:]], (residuals, wanted)
 
     def backward_rule(saved: Any, cotangents: Any) -> tuple[Any, ...]:
-        residuals, vals = saved
+        residuals, wanted = saved
+        cotangents = cotangents if symbolic_zeros else list(map(_instantiated, cotangents))
         backward = lambda *args: compat.cotangents_only(bwd.call_wrapped(*args))  # noqa: E731
         out = run(backward, [*residuals, *cotangents], trace.tag)
-        return tuple(_pull_back(v, ct) for v, ct in zip(vals, out, strict=True))
+        return tuple(_pull_back(v, leaves, ct) for v, leaves, ct in zip(values, wanted, out, strict=True))
 
-    f.defvjp(forward_rule, backward_rule, symbolic_zeros=symbolic_zeros)
+    # Symbolic zeros tell which operands are differentiated: only those are pulled back to their children.
+    f.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     with compat.set_current_trace(trace.parent_trace):
         return f(*values)
 
 
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
 def _split_perturbed(args: Any) -> tuple[tuple[Any, ...], list[bool]]:
     """Values and whether they are differentiated, from the pairs `symbolic_zeros=True` gives for every leaf."""
-    is_pair = lambda x: isinstance(x, jax.custom_derivatives.CustomVJPPrimal)  # noqa: E731
-    vals = jtu.tree_map(lambda p: p.value, args, is_leaf=is_pair)
-    perturbed = [any(p.perturbed for p in jtu.tree_leaves(arg, is_leaf=is_pair)) for arg in args]
+    vals = jtu.tree_map(lambda p: p.value, args, is_leaf=_is_pair)
+    perturbed = [any(p.perturbed for p in jtu.tree_leaves(arg, is_leaf=_is_pair)) for arg in args]
     return vals, perturbed
 
 
-def _pull_back(value: Any, cotangent: Any) -> Any:
-    """The cotangent of an operand: for an implicit one, pulled back through `materialize` to its children."""
+def _split_leaves(arg: Any) -> tuple[list[Any], list[Any]]:
+    """The leaves of one operand that are differentiated, and those that are not; None where it is the other kind."""
+    pairs = jtu.tree_leaves(arg, is_leaf=_is_pair)
+    return [p.value if p.perturbed else None for p in pairs], [None if p.perturbed else p.value for p in pairs]
+
+
+def _instantiated(tangent: Any) -> Any:
+    """Zeros in full, for rules that did not ask to see symbolic ones."""
+    return compat.ad.instantiate_zeros(compat.ad.Zero(tangent.aval)) if compat.is_symbolic_zero(tangent) else tangent
+
+
+def _pull_back(value: Any, leaves: Any, cotangent: Any) -> Any:
+    """The cotangent of an operand: for an implicit one, pulled back through `materialize` to the children that move."""
     if not is_implicit(value):
         return None if compat.is_symbolic_zero(cotangent) else cotangent
+    if leaves is None:
+        return None
+    moving, fixed = leaves
+    treedef = jtu.tree_structure(value)
     if cotangent is None or compat.is_symbolic_zero(cotangent):
         cotangent = jnp.zeros(value.shape, value.dtype)
-    leaves, treedef = jtu.tree_flatten(value)
-    _, pull = jax.vjp(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), *leaves)
-    return jtu.tree_unflatten(treedef, pull(materialize(cotangent)))
+
+    def dense(*operands: Any) -> Any:
+        given = iter(operands)
+        whole = [f if m is None else next(given) for m, f in zip(moving, fixed, strict=True)]
+        return materialize(jtu.tree_unflatten(treedef, whole))
+
+    _, pull = jax.vjp(dense, *[m for m in moving if m is not None])
+    found = iter(pull(materialize(cotangent)))
+    return jtu.tree_unflatten(treedef, [None if m is None else next(found) for m in moving])
 
 
 # -- shard_map -------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import ImplicitArray
-from eformer.jaximus._fields import layout
+from eformer.jaximus._fields import Note, layout, note_of
 
 from . import _sharding
+from ._frozen import frozen, refusal
 
 Q = TypeVar("Q", bound="QuantizedArray")
 Sharding = NamedSharding | PartitionSpec | None
@@ -37,7 +38,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
     """Base of the quantized arrays: storage in parts, a logical dtype that is lazy, and a sharding to keep.
 
     Subclasses are dataclasses with the auxiliary fields `pad` (values of the blocked axis that exist in storage only),
-    `sharding` and `use_kernel`, and answer `blocked`, `parts`, `compute_shape` and `materialize`.
+    `sharding` and `use_kernel`, and answer `blocked`, `parts` (the codes first) and `materialize`.
     """
 
     # The class has no fields of its own: dataclass fields of a base would come before the documented ones.
@@ -51,7 +52,21 @@ class QuantizedArray(ImplicitArray, frozen=True):
     @property
     def blocked(self) -> Any:
         """The logical axis, counted from the end, along which values are packed; None if the format packs none."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say along which axis it packs values. Give it `blocked`: a property that "
+            "returns an axis counted from the end, or `blocked: ClassVar[None] = None` if it packs none."
+        )
+
+    def compute_shape(self) -> tuple[int, ...]:
+        """The free axes of the codes, which are the first part, and the blocked axis without its padding."""
+        codes = self.parts[0]
+        shape = list(getattr(self, codes.field).shape)
+        if self.blocked is None:
+            return tuple(shape)
+        front = len(shape) - codes.tail
+        free, size = shape[:front], shape[front] * codes.unit - self.pad
+        free.insert(front + 1 + self.blocked, size)
+        return tuple(free)
 
     @property
     def core_ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,8 +82,26 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def scale_part(self) -> Part:
         return next(p for p in self.parts if p.is_scale)
 
+    def frozen_scale(self) -> Any:
+        """The scale to decode with: whoever differentiates with respect to it is told what to do instead."""
+        scale = self.part(self.scale_part)
+        return scale if self.carries_factor else frozen(scale, self.format)
+
+    @classmethod
+    def tangent_error(cls) -> Exception:
+        return refusal(cls.__name__)
+
+    @property
+    def carries_factor(self) -> bool:
+        """Was the stored scale, guarded, multiplied by a value of the program being traced (see `_factor`)?"""
+        return note_of(self) is not None
+
+    def with_factor(self: Q, scale: jax.Array, **changes: Any) -> Q:
+        """A copy with a scale that may be differentiated."""
+        return self.replaced(**{self.scale_part.field: scale}, **changes, note=Note())
+
     def replaced(self: Q, **changes: Any) -> Q:
-        """A copy with some fields (or `dtype`) changed: nothing is decoded, checked or quantized again."""
+        """A copy with some fields (or `dtype`, or `note`) changed: nothing is decoded, checked or quantized again."""
         fields = layout(type(self))
         copy = object.__new__(type(self))
         state = copy.__dict__
@@ -77,6 +110,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
         state["_dtype"] = changes.pop("dtype", self.dtype)
         state["_shape"] = state["_ranks"] = None
         state["_settled"] = state["_sealed"] = True
+        state["_note"] = changes.pop("note", note_of(self))
         if changes:
             raise TypeError(f"{type(self).__name__} has no fields {sorted(changes)}.")
         return copy
@@ -94,10 +128,16 @@ class QuantizedArray(ImplicitArray, frozen=True):
         """Does every block bring its own scale, so that blocks of different arrays may follow each other?"""
         return False
 
-    def scaled(self: Q, factor: jax.Array, dtype: Any) -> Q:
-        """A copy with the scale multiplied by `factor`, which has one axis per axis of the scale part."""
-        part = self.scale_part
-        return self.replaced(**{part.field: self.part(part) * factor.astype(self.part(part).dtype), "dtype": dtype})
+    def scaled(self: Q, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Q:
+        """A copy with the scale multiplied by `factor`, which has one axis per axis of the scale part.
+
+        Only a factor that is `traced` can be differentiated.
+        """
+        if traced:
+            scale = self.frozen_scale()
+            return self.with_factor(scale * factor.astype(scale.dtype), dtype=dtype)
+        scale = self.part(self.scale_part)
+        return self.replaced(**{self.scale_part.field: scale * factor.astype(scale.dtype)}, dtype=dtype)
 
     def _adopt(self, other: ImplicitArray) -> None:
         """Become `other`, while still under construction."""

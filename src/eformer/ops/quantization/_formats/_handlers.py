@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.jaximus import register
+from eformer import _jax_compat as compat
+from eformer.jaximus import materialize_handler, register
 
-from . import _dot, _gather, _shapes
+from . import _dot, _factor, _gather, _shapes
 from ._base import QuantizedArray
 
 
@@ -106,53 +107,37 @@ def convert_element_type(q: QuantizedArray, *, new_dtype: Any, **params: Any) ->
 def neg(q: QuantizedArray, **params: Any) -> Any:
     if not jnp.issubdtype(q.dtype, jnp.floating):
         return NotImplemented
-    return fold(q, jnp.array(-1, q.dtype))
+    return fold(q, np.array(-1, q.dtype))
 
 
 @register("mul")
 def mul(q: QuantizedArray, factor: jax.Array, **params: Any) -> Any:
-    return fold(q, factor) if factor.ndim == 0 else NotImplemented
+    return fold(q, factor)
 
 
 @register("div")
 def div(q: QuantizedArray, divisor: jax.Array, **params: Any) -> Any:
-    return fold(q, divisor, divide=True) if divisor.ndim == 0 else NotImplemented
+    return fold(q, divisor, divide=True)
 
 
-def fold(q: QuantizedArray, factor: jax.Array, divide: bool = False) -> Any:
+def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
     """`q * factor` (or `/`) as a change of the scale, where the factor is constant along what one scale serves."""
     dtype = jnp.promote_types(q.dtype, factor.dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or factor.ndim > q.ndim:
         return NotImplemented
+    traced = isinstance(factor, compat.Tracer)
     factor = factor.reshape((1,) * (q.ndim - factor.ndim) + factor.shape)
     free, blocked, part = _shapes.free(q), _shapes.blocked_axis(q), q.scale_part
     scale = q.part(part)
     varying = [axis for axis in range(q.ndim) if factor.shape[axis] != 1]
     if blocked in varying or any(factor.shape[axis] != q.shape[axis] for axis in varying):
         return NotImplemented
-    if scale is not None and any(scale.shape[free.index(axis)] == 1 for axis in varying):
+    # One scale for the whole array may become one per channel, no more.
+    if scale is not None and scale.size > 1 and any(scale.shape[free.index(axis)] == 1 for axis in varying):
         return NotImplemented
     moved = factor.reshape(*[factor.shape[axis] for axis in free], *[1] * part.tail)
     moved = moved.astype(jnp.promote_types(moved.dtype, jnp.float32))
-    return q.scaled(1 / moved if divide else moved, dtype)
-
-
-def _folding(operator: Any, divide: bool, reflected: bool = False) -> Any:
-    """An operator that folds a scalar or a vector per channel before jnp broadcasts it to the full shape."""
-
-    def method(self: QuantizedArray, other: Any) -> Any:
-        if isinstance(other, (jax.Array, np.ndarray)) and not (divide and reflected):
-            out = fold(self, jnp.asarray(other), divide)
-            if out is not NotImplemented:
-                return out
-        return operator(self, other)
-
-    return method
-
-
-for _name, _divide, _reflected in (("mul", False, False), ("rmul", False, True), ("truediv", True, False)):
-    _operator = getattr(QuantizedArray, f"__{_name}__")
-    setattr(QuantizedArray, f"__{_name}__", _folding(_operator, _divide, _reflected))
+    return q.scaled(1 / moved if divide else moved, dtype, traced=traced)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -160,22 +145,40 @@ for _name, _divide, _reflected in (("mul", False, False), ("rmul", False, True),
 
 @register("dot_general")
 def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
-    return _dot.dot_general(primitive, lhs, rhs, q_first=False, params=params)
+    return _factor.product(
+        lambda x, q: _dot.dot_general(primitive, x, q, q_first=False, params=params),
+        lambda x, q: materialize_handler(primitive, x, q, params=params),
+        lhs,
+        rhs,
+    )
 
 
 @register("dot_general")
 def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
-    return _dot.dot_general(primitive, rhs, lhs, q_first=True, params=params)
+    return _factor.product(
+        lambda x, q: _dot.dot_general(primitive, x, q, q_first=True, params=params),
+        lambda x, q: materialize_handler(primitive, q, x, params=params),
+        rhs,
+        lhs,
+    )
 
 
 @register("dot_general")
 def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, **params: Any) -> Any:
     """The smaller one is decoded, the other stays as it is."""
     if lhs.size <= rhs.size:
-        return _dot.dot_general(primitive, lhs.materialize(), rhs, q_first=False, params=params)
-    return _dot.dot_general(primitive, rhs.materialize(), lhs, q_first=True, params=params)
+        return dot_general_right(primitive, lhs.materialize(), rhs, **params)
+    return dot_general_left(primitive, lhs, rhs.materialize(), **params)
 
 
 @register("ragged_dot_general")
-def ragged_dot_general(lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any) -> Any:
-    return _dot.ragged_dot(lhs, rhs, group_sizes, params)
+def ragged_dot_general(
+    primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any
+) -> Any:
+    return _factor.product(
+        lambda x, q, sizes: _dot.ragged_dot(x, q, sizes, params),
+        lambda x, q, sizes: materialize_handler(primitive, x, q, sizes, params=params),
+        lhs,
+        rhs,
+        group_sizes,
+    )

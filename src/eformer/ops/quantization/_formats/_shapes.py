@@ -221,17 +221,19 @@ def same_layout(arrays: Sequence[Any]) -> bool:
     )
 
 
-def _all_or_no_scales(arrays: Sequence[Any]) -> Sequence[Any]:
-    """Bare codes next to scaled ones get a scale of one."""
+def _with_like_scales(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Bare codes next to scaled ones get a scale of one, stored scales next to multiplied ones are guarded as those."""
     bare = [isinstance(a, QuantizedArray) and a.part(a.scale_part) is None for a in arrays]
-    if all(bare) or not any(bare):
-        return arrays
-    return [a.scaled(jnp.ones((1,) * a.ndim), a.dtype) if b else a for a, b in zip(arrays, bare, strict=True)]
+    if any(bare) and not all(bare):
+        arrays = [a.scaled(jnp.ones((1,) * a.ndim), a.dtype) if b else a for a, b in zip(arrays, bare, strict=True)]
+    if any(isinstance(a, QuantizedArray) and a.carries_factor for a in arrays):
+        arrays = [a.with_factor(a.frozen_scale()) if isinstance(a, QuantizedArray) else a for a in arrays]
+    return arrays
 
 
 def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
     """Join arrays of one layout: along a free axis, or along the blocked one where it ends on whole blocks."""
-    arrays = _all_or_no_scales(arrays)
+    arrays = _with_like_scales(arrays)
     first = arrays[0]
     if not same_layout(arrays):
         return NotImplemented
@@ -256,7 +258,7 @@ def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
 
 def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
     """`select_n` with one predicate for whole arrays."""
-    cases = _all_or_no_scales(cases)
+    cases = _with_like_scales(cases)
     if pred.ndim or not same_layout(cases) or any(c.pad != cases[0].pad or c.shape != cases[0].shape for c in cases):
         return NotImplemented
 

@@ -60,12 +60,13 @@ class Array8B(QuantizedArray):
         more.pop("pad", None)
         return self.replaced(**parts, axis=_reduced_axes(parts["scale"], parts["weight"], None), **more)
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.weight.shape)
+    def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Array8B:
+        made = super().scaled(factor, dtype, traced=traced)
+        return made.replaced(axis=_reduced_axes(made.scale, made.weight, None))
 
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
-        return self._constrained(codec.decode(self.weight, self.scale, dtype=self.dtype))
+        return self._constrained(codec.decode(self.weight, self.frozen_scale(), dtype=self.dtype))
 
     def kernel_operands(self) -> tuple[jax.Array, jax.Array]:
         return self.weight, self.scale

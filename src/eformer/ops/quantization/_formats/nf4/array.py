@@ -106,22 +106,17 @@ class ArrayNF4(QuantizedArray):
     def blocks_carry_scales(self) -> bool:
         return True
 
-    def compute_shape(self) -> tuple[int, ...]:
-        free = list(self.packed.shape[:-2])
-        free.insert(len(free) + 1 + self.blocked, self.packed.shape[-2] * self.block_size - self.pad)
-        return tuple(free)
-
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
-        dense = codec.decode(self.packed, self.part(self.scale_part), axis=self.blocked, size=size, dtype=self.dtype)
+        dense = codec.decode(self.packed, self.frozen_scale(), axis=self.blocked, size=size, dtype=self.dtype)
         return self._constrained(dense)
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
         packed = self.packed.reshape(*self.packed.shape[:-2], -1)
         codes = jnp.take(packed, index // 2, axis=-1) >> (4 * (1 - index % 2)).astype(jnp.uint8) & 15
-        absmax = jnp.take(self.part(self.scale_part), index // self.block_size, axis=-1)
+        absmax = jnp.take(self.frozen_scale(), index // self.block_size, axis=-1)
         return jnp.asarray(codec.CODEBOOK)[codes] * absmax
 
     def kernel_operands(self) -> tuple[jax.Array, jax.Array]:

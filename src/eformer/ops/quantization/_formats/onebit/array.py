@@ -102,15 +102,12 @@ class Array1B(QuantizedArray):
     def static_layout(self) -> tuple[Any, ...]:
         return (self.blocked, self.bits)
 
-    def compute_shape(self) -> tuple[int, ...]:
-        free = list(self.weight.shape[:-1])
-        free.insert(len(free) + 1 + self.blocked, self.weight.shape[-1] * (8 // self.bits) - self.pad)
-        return tuple(free)
-
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
-        dense = codec.decode(self.weight, self.scale, axis=self.blocked, bits=self.bits, size=size, dtype=self.dtype)
+        dense = codec.decode(
+            self.weight, self.frozen_scale(), axis=self.blocked, bits=self.bits, size=size, dtype=self.dtype
+        )
         return self._constrained(dense)
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
@@ -119,21 +116,22 @@ class Array1B(QuantizedArray):
         shift = (8 - self.bits * (1 + index % per_byte)).astype(jnp.uint8)
         field = jnp.take(self.weight, index // per_byte, axis=-1) >> shift & (2**self.bits - 1)
         codes = field.astype(jnp.int8) - 1 if self.bits == 2 else 2 * field.astype(jnp.int8) - 1
-        if self.scale is None:
+        scale = self.frozen_scale()
+        if scale is None:
             return codes
-        shared = self.scale.shape[-1] == 1
-        scale = jnp.take(self.scale, jnp.zeros_like(index) if shared else index, axis=-1)
+        shared = scale.shape[-1] == 1
+        scale = jnp.take(scale, jnp.zeros_like(index) if shared else index, axis=-1)
         return codes * scale
 
     def kernel_operands(self) -> tuple[jax.Array, Any]:
         return self.weight, self.scale
 
-    def scaled(self, factor: jax.Array, dtype: Any) -> Array1B:
+    def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Array1B:
         if self.scale is not None:
-            return super().scaled(factor, dtype)
+            return super().scaled(factor, dtype, traced=traced)
         wide = jnp.promote_types(factor.dtype, jnp.float32)
         scale = jnp.broadcast_to(factor.astype(wide), (*self.weight.shape[:-1], 1))
-        return self.replaced(scale=scale, dtype=dtype)
+        return self.with_factor(scale, dtype=dtype) if traced else self.replaced(scale=scale, dtype=dtype)
 
     @classmethod
     def quantize(

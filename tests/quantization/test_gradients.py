@@ -1,0 +1,172 @@
+"""Who may be differentiated: dense operands always, a quantized array never, and it says what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from eformer._errors import QuantizedGradientError
+from eformer.jaximus import ImplicitArray, implicit, materialize
+from eformer.ops.quantization import Array1B, quantize
+
+from .contract import FAST, check, dense, normal, seeded
+
+KINDS = ("nf4", "int8", "ternary", "binary")
+ROWS = jnp.asarray([1, 2])
+
+
+def inputs(kind: str):
+    rng = seeded(kind)
+    return normal(rng, 5, 16), quantize(normal(rng, 16, 8), dtype=kind, block_size=8)
+
+
+@jax.custom_vjp
+def with_vjp(a, b):
+    return 2 * jnp.sum(a) + b
+
+
+with_vjp.defvjp(lambda a, b: (with_vjp(a, b), a), lambda a, g: (jnp.full_like(a, 2 * g.sum()), g))
+
+
+@jax.custom_jvp
+def with_jvp(a, b):
+    return 2 * jnp.sum(a) + b
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 2 * jnp.sum(tangents[0]) + tangents[1]))
+
+
+REFUSED = {
+    "product": lambda x, q: x @ q,
+    "product left": lambda x, q: q.T @ x.T,
+    "addition": lambda x, q: q + 1,
+    "materialize": lambda x, q: q.materialize(),
+    "asarray": lambda x, q: jnp.asarray(q),
+    "jnp": lambda x, q: jnp.exp(q),
+    "moved": lambda x, q: (q.T * 2)[1:3] + 1,
+    "lookup": lambda x, q: (q[ROWS] + 1).sum() + (q[:, ROWS] + 1).sum(),
+    "comparison": lambda x, q: jnp.where(q > 0, q, 0),
+    "astype": lambda x, q: q.astype(jnp.bfloat16).astype(jnp.float32) + 1,
+    "update": lambda x, q: q.at[0].set(1.0),
+    "reduction": lambda x, q: q.max(),
+    "scan": lambda x, q: lax.scan(lambda c, _: (c + jnp.sin(q).sum(), None), 0.0, None, length=2)[0],
+    "cond": lambda x, q: lax.cond(x[0, 0] > 0, lambda q: q + 1, lambda q: q - 1, q),
+    "remat": lambda x, q: jax.checkpoint(jnp.sin)(q),
+    "vmap": lambda x, q: jax.vmap(lambda v: v[:8] * (q + 1))(x),
+    "inner jit": lambda x, q: jax.jit(jnp.sin)(q),
+    "relu": lambda x, q: jax.nn.relu(q),
+    "where": lambda x, q: jnp.where(x[0, 0] > 0, q, -q) + 1,
+}
+BY_RULE = {"custom_vjp": with_vjp, "custom_jvp": with_jvp}  # of functions that take arrays, so under `implicit` only
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_array_is_not_differentiated(kind: str) -> None:
+    x, q = inputs(kind)
+    for name, f in (REFUSED | BY_RULE).items():
+        ways = [implicit(f), jax.jit(implicit(f))]
+        ways += [] if name in BY_RULE else [f, jax.jit(f)]
+        ways += [] if name == "materialize" else [implicit(jax.jit(f))]  # which sees a tracer of JAX's own
+        for way in ways:
+            gradient = jax.grad(lambda q, way=way: way(x, q).sum(), allow_int=True)
+            with pytest.raises(QuantizedGradientError, match=r"(?s)LoRA.*straight_through"):
+                print(f"{name}: {jax.eval_shape(gradient, q)}")  # seen if nothing is raised
+
+
+@dataclasses.dataclass
+class Lora(ImplicitArray):
+    """A user's type: a frozen weight and a low-rank update."""
+
+    w: Any
+    a: jax.Array
+    b: jax.Array
+
+    def materialize(self):
+        return materialize(self.w) + self.a @ self.b
+
+
+def lora(y, q):
+    return Lora(q, jnp.outer(jnp.arange(16.0), y[0, :2]), y[1:3, :8])
+
+
+# functions of y, differentiated, and q, which is not
+KEPT = {
+    **{
+        f"next to {name}": lambda y, q, f=f: f(y, q) * y[0, 0]
+        for name, f in REFUSED.items()
+        if name not in ("materialize", "astype")
+    },
+    "lora": lambda y, q: jnp.sin(y @ lora(y, q)),
+    "lora with a frozen weight": lambda y, q: jnp.sin(lora(y, lax.stop_gradient(q))),
+    "lora and custom_vjp": lambda y, q: implicit(with_vjp)(y[0, 0], lora(y, q)),
+    "lora and custom_jvp": lambda y, q: implicit(with_jvp)(y[0, 0], lora(y, q)),
+    "carry": lambda y, q: lax.scan(lambda c, _: ((c[0] * jnp.exp(c[1]).sum(), -c[1]), 0), (y, q), length=2)[0][0],
+    "barrier": lambda y, q: y[:1, :8] * lax.optimization_barrier(q),
+    "both in remat": lambda y, q: jax.checkpoint(lambda y, q: jnp.sin(y[:1, :8] * jnp.exp(q)))(y, q),
+    "both in cond": lambda y, q: lax.cond(y[0, 0] > 0, lambda y, q: y[0] @ q, lambda y, q: y[1] @ (q + 1), y, q),
+    "both in logaddexp": lambda y, q: jnp.logaddexp(y[:1, :8], q),
+    "both in custom_vjp": implicit(lambda y, q: with_vjp(y, q)),
+    "both in custom_jvp": implicit(lambda y, q: with_jvp(y, q)),
+}  # fmt: skip
+# factors folded into the scale: they are dense, and may be trained
+FACTORS = {
+    "product": lambda y, q: jnp.sin(y @ (q * y[0, 0])),
+    "division": lambda y, q: jnp.sin(y @ ((q / y[0, 0]).T * 2.0).T),
+    "left": lambda y, q: jnp.sin((q * y[0, 0]).T @ y.T),
+    "both": lambda y, q: (q * y[0, 0]).T @ q,
+    "vector": lambda y, q: jnp.sin(y @ (q * y[0, :8])),
+    "dense": lambda y, q: jnp.sin((q * y[0, 0]).T + 1),
+    "lookup": lambda y, q: jnp.sin((q * y[0, 0])[ROWS] * 3),
+    "concatenate": lambda y, q: jnp.sin(y @ jnp.concatenate([q * y[0, 0], q], 1)),
+    "where": implicit(lambda y, q: jnp.sin(y @ jnp.where(y[0, 0] > 0, q * y[0, 0], q))),
+    "vmap": lambda y, q: jax.vmap(lambda v: jnp.sin(v @ (q * v[0])))(y),
+    "mapped": lambda y, q: jax.vmap(lambda w: jnp.sin(y @ w))(jnp.stack([q, q]) * y[0, 0]),
+    "scan": lambda y, q: lax.scan(lambda c, _: (jnp.tanh(c @ (q * c[0, 0]) @ q.T), None), y, None, length=2)[0],
+    "carry": lambda y, q: y @ lax.scan(lambda w, _: (w * y[0, 0], None), q * y[0, 0], None, length=2)[0],
+    "remat": lambda y, q: jax.checkpoint(lambda w: jnp.sin(y @ w))(q * y[0, 0]),
+    "ragged": lambda y, q: jnp.sin(lax.ragged_dot(y, jnp.stack([q, -q]) * y[0, 0], jnp.asarray([2, 3]))),
+}
+
+
+@pytest.mark.parametrize("table", ["kept", "factors"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_operands_are_differentiated(kind: str, table: str) -> None:
+    y, q = inputs(kind)
+    programs = KEPT if table == "kept" else FACTORS
+
+    def gradients(y, q, way):
+        return {name: jax.grad(lambda y, f=f: way(f)(y, q).sum())(y) for name, f in programs.items()}
+
+    ways = (lambda f: f, implicit, lambda f: implicit(jax.jit(f)), lambda f: jax.checkpoint(implicit(f)))
+    found = jax.jit(lambda y, q: [gradients(y, q, way) for way in ways], compiler_options=FAST)(y, q)
+    wanted = jax.jit(lambda y, q: gradients(y, q, lambda f: f), compiler_options=FAST)(y, dense(q))
+    for result in (*found, implicit(lambda y, q: gradients(y, q, lambda f: f))(y, q)):
+        check(result, wanted, tolerance=1e-4)
+
+
+def test_bare_codes_have_factors_too() -> None:
+    codes = Array1B.quantize(jnp.sign(normal(seeded("bare"), 16, 8)))
+    found = jax.grad(lambda s: jnp.sin(jnp.ones((2, 16)) @ (codes * s)).sum())(0.3)
+    check(found, jax.grad(lambda s: jnp.sin(jnp.ones((2, 16)) @ (dense(codes) * s)).sum())(0.3))
+
+
+def test_users_types_keep_their_gradients() -> None:
+    rng = seeded("users")
+    parts = normal(rng, 16, 8), normal(rng, 16, 2), normal(rng, 2, 8)
+    for f in (
+        jnp.sin,
+        lambda w: w + 1,
+        jax.nn.relu,
+        lambda w: with_vjp(jnp.float32(1), w),
+        lambda w: with_jvp(jnp.float32(1), w),
+    ):
+        found = jax.grad(lambda w, f=f: (implicit(f)(w) ** 2).sum())(Lora(*parts))
+        wanted = jax.grad(lambda p, f=f: (f(p[0] + p[1] @ p[2]) ** 2).sum())(parts)
+        check((found.w, found.a, found.b), wanted)
+    with pytest.raises(TypeError, match=r"tangent of Lora(?s:.*)implicit\(f\)"):
+        jax.grad(lambda w: jax.nn.relu(w).sum())(Lora(*parts))
