@@ -1,0 +1,170 @@
+"""`GroupedArray`: weights as ggml stores them, in groups of 32 with a scale and perhaps an offset, kept as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer.jaximus import aux_field, register
+from eformer.ops.quantization._formats._base import Part, QuantizedArray
+
+from ._builtin import FLOATING, OPTIONAL, strict
+from ._types import register_type
+
+GROUP = 32
+_PANEL = 256  # rows decoded at a time in a product
+
+
+@dataclasses.dataclass
+class GroupedArray(QuantizedArray):
+    """Uniform codes in groups of 32: `w[..., k] = (code[..., k] - zero) * scale[..., k // 32] + offset[..., k // 32]`.
+
+    Invariants: `codes` is int8 `(free axes..., groups, 32)` for 8 bits, or uint8 `(free axes..., groups, 16)` for 4,
+    the first 16 values of a group in the low nibbles and the others in the high ones; `scale` and `offset` (or None)
+    are floating `(free axes..., groups)`; `axis` is the grouped logical axis counted from the end. A ragged end is not
+    possible, as ggml has none.
+
+    Q4_0, Q4_1 and Q8_0 of GGUF files fit exactly. Shape operations move codes and scales, a product with a dense
+    array decodes 256 rows at a time.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    offset: Any = None
+    zero: int = aux_field(default=0, kw_only=True)
+    axis: int = aux_field(default=-1, kw_only=True)  # pyright: ignore[reportGeneralTypeIssues]
+    pad: int = aux_field(default=0, kw_only=True)
+    sharding: Any = aux_field(default=None, kw_only=True)
+    use_kernel: bool = aux_field(default=True, kw_only=True)
+
+    format: ClassVar[str] = "grouped"
+    parts: ClassVar[tuple[Part, ...]] = (
+        Part("codes", 2, GROUP),
+        Part("scale", 1, GROUP, is_scale=True),
+        Part("offset", 1, GROUP),
+    )
+
+    def __post_init__(self) -> None:
+        if all(hasattr(array, "dtype") for array in (self.codes, self.scale)):
+            _check(self)
+            if self.__dict__.get("_dtype") is None:
+                self.dtype = jnp.float32
+        super().__post_init__()
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.codes.dtype == jnp.int8 else 4
+
+    @property
+    def blocked(self) -> int:
+        return self.axis
+
+    @property
+    def blocks_carry_scales(self) -> bool:
+        return True
+
+    def static_layout(self) -> tuple[Any, ...]:
+        return (self.blocked, self.zero)
+
+    def compute_shape(self) -> tuple[int, ...]:
+        free = list(self.codes.shape[:-2])
+        free.insert(len(free) + 1 + self.axis, self.codes.shape[-2] * GROUP)
+        return tuple(free)
+
+    def materialize(self) -> jax.Array:
+        """The dense array, decoded in f32 and rounded once to the logical dtype."""
+        values = _decoded(self.codes, self.scale, self.offset, self.zero)
+        dense = values.reshape(*self.codes.shape[:-2], self.codes.shape[-2] * GROUP)
+        return self._constrained(jnp.moveaxis(dense, -1, self.axis).astype(self.dtype))
+
+    def decoded_entries(self, index: jax.Array) -> jax.Array:
+        """The values at these positions of the grouped axis, (free axes..., index axes...)."""
+        group, place = index // GROUP, index % GROUP
+        flat = self.codes.reshape(*self.codes.shape[:-2], -1)
+        if self.bits == 8:
+            codes = jnp.take(flat, index, axis=-1)
+        else:
+            byte = jnp.take(flat, group * 16 + place % 16, axis=-1)
+            codes = byte >> (4 * (place // 16)).astype(jnp.uint8) & 15
+        values = (codes.astype(jnp.float32) - self.zero) * jnp.take(self.scale, group, axis=-1).astype(jnp.float32)
+        return values if self.offset is None else values + jnp.take(self.offset, group, axis=-1).astype(jnp.float32)
+
+    def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> GroupedArray:
+        """In f32, since the product of two f16 numbers is none."""
+        del traced  # nothing here refuses to be differentiated
+        wide = factor.astype(jnp.float32)
+        offset = None if self.offset is None else self.offset.astype(jnp.float32) * wide
+        return self.replaced(scale=self.scale.astype(jnp.float32) * wide, offset=offset, dtype=dtype)
+
+
+def _check(q: GroupedArray) -> None:
+    packed = q.codes.dtype == jnp.uint8
+    last = 16 if packed else GROUP
+    if q.codes.dtype not in (jnp.uint8, jnp.int8) or q.codes.ndim < 2 or q.codes.shape[-1] != last:
+        raise ValueError(f"codes {q.codes.dtype}{list(q.codes.shape)} are neither uint8 (..., 16) nor int8 (..., 32).")
+    numbers = {"scale": q.scale} if q.offset is None else {"scale": q.scale, "offset": q.offset}
+    for name, array in numbers.items():
+        if array.shape != q.codes.shape[:-1] or not jnp.issubdtype(array.dtype, jnp.floating):
+            what = f"{name} {array.dtype}{list(array.shape)} does not fit codes {list(q.codes.shape)}"
+            raise ValueError(f"{what}: it must be floating, {list(q.codes.shape[:-1])}.")
+    if not -(q.codes.ndim - 1) <= q.axis <= -1 or q.pad:
+        raise ValueError(f"axis={q.axis} and pad={q.pad} are not allowed for codes {list(q.codes.shape)}.")
+
+
+def _decoded(codes: jax.Array, scale: jax.Array, offset: Any, zero: int) -> jax.Array:
+    """f32 `(..., groups, 32)`."""
+    if codes.dtype == jnp.uint8:
+        codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+    values = (codes.astype(jnp.float32) - zero) * scale[..., None].astype(jnp.float32)
+    if offset is None:
+        return values
+    # The maximum changes nothing but keeps compilers from contracting to a fused multiply-add.
+    values = jnp.maximum(values, jnp.finfo(jnp.float32).min)
+    return values + offset[..., None].astype(jnp.float32)
+
+
+@register("dot_general")
+def dot_general_right(x: jax.Array, q: GroupedArray, **params: Any) -> Any:
+    return _product(x, q, params["dimension_numbers"], params)
+
+
+@register("dot_general")
+def dot_general_left(q: GroupedArray, x: jax.Array, **params: Any) -> Any:
+    contracting, batch = params["dimension_numbers"]
+    y = _product(x, q, (contracting[::-1], batch[::-1]), params)
+    return y if y is NotImplemented else jnp.moveaxis(y, -1, 0)
+
+
+def _product(x: jax.Array, q: GroupedArray, numbers: Any, params: dict[str, Any]) -> Any:
+    """`x · q` for a matrix contracted along its groups, a panel of rows at a time; nothing for other products."""
+    ((x_axes, q_axes), batch) = numbers
+    if q.ndim != 2 or tuple(q_axes) != (q.ndim + q.axis,) or any(map(len, batch)) or params.get("out_sharding"):
+        return NotImplemented
+    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
+    if not jnp.issubdtype(out, jnp.floating) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return NotImplemented
+    rows = jnp.moveaxis(x, x_axes[0], -1)
+
+    @jax.checkpoint  # the backward pass decodes again instead of keeping the dense weight
+    def row(stored: Any) -> jax.Array:
+        codes, scale, offset = stored
+        w = _decoded(codes, scale, offset, q.zero).reshape(-1).astype(q.dtype)
+        return jnp.dot(rows, w, precision=params.get("precision"), preferred_element_type=out)
+
+    stacked = jax.lax.map(row, (q.codes, q.scale, q.offset), batch_size=_PANEL)
+    return jnp.moveaxis(stacked, 0, -1)
+
+
+register_type(
+    GroupedArray,
+    "grouped",
+    unpack=strict(
+        GroupedArray,
+        {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL},
+        {"zero": int, "axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype},
+    ),
+)

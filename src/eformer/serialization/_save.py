@@ -1,0 +1,154 @@
+"""`save`: a pytree to one safetensors file, or to several with an index. Complete, or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eformer._errors import CheckpointError
+
+from . import _contents
+from ._atomic import atomic_file, raw_bytes, sync_folder
+from ._contents import KEY, Contents, Leaf, about
+from ._header import arrange, build_header
+from ._sets import index_path, read_index
+
+SUFFIX = ".safetensors"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+) -> Path:
+    """Save a pytree of arrays, dense and implicit, as safetensors. Returns the file to give to `load`.
+
+    Args:
+        path: the file; an old one is replaced at once when the new one is complete.
+        tree: any pytree. Leaves are arrays, registered implicit arrays, random keys, and Python numbers and strings.
+        metadata: more strings to keep in the file.
+        max_shard_size: split into files of at most this many bytes ("2GB", "500MiB") where there is more, and write
+            an index `PATH.index.json`. One leaf is never split.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> from eformer.serialization import load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = save(f"{folder}/model.safetensors", {"layers": [jnp.ones(2), jnp.zeros(3)]})
+    ...     load(file)
+    {'layers': [Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32)]}
+    """
+    path = Path(path)
+    extra = checked_metadata(metadata)
+    with about(path):
+        contents = _contents.contents_of(tree)
+    shards = [*shards_of(contents.leaves, max_shard_size)] if max_shard_size is not None else [contents.leaves]
+    if len(shards) <= 1:
+        described = _contents.leaves_metadata(contents.leaves) | _contents.tree_metadata(contents)
+        _write_file(path, contents.leaves, {**extra, KEY: _contents.dumped(described)})
+        remove_old_set(path)
+        return path
+    names = shard_names(path, len(shards), secrets.token_hex(4))
+    for name, leaves in zip(names, shards, strict=True):
+        _write_file(path.with_name(name), leaves, {**extra, KEY: _contents.dumped(_contents.leaves_metadata(leaves))})
+    owners = {
+        t.name: name for name, leaves in zip(names, shards, strict=True) for leaf in leaves for t in leaf.layout()
+    }
+    commit_index(path, contents, owners, sum(leaf.nbytes for leaf in contents.leaves), extra)
+    return index_path(path)
+
+
+def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """The user's metadata, if it is what the format allows."""
+    extra = dict(metadata or {})
+    if not all(isinstance(k, str) and isinstance(v, str) for k, v in extra.items()) or KEY in extra:
+        raise CheckpointError(f"metadata must map strings to strings and not use the key {KEY!r}, got {metadata!r}.")
+    return extra
+
+
+def byte_count(size: int | str) -> int:
+    """A number of bytes, possibly with a unit.
+
+    >>> byte_count("1.5GB"), byte_count("4 KiB")
+    (1500000000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if (
+        match is None
+        or match[2].upper() not in _UNITS
+        or not (count := int(float(match[1]) * _UNITS[match[2].upper()]))
+    ):
+        raise ValueError(f"{size!r} is no size; give a positive number of bytes, or a string like '2GB' or '500MiB'.")
+    return count
+
+
+def shards_of(leaves: Sequence[Leaf], max_shard_size: int | str) -> Iterator[list[Leaf]]:
+    """Consecutive leaves, as many together as fit."""
+    limit, group, size = byte_count(max_shard_size), [], 0
+    for leaf in leaves:
+        if size and leaf.nbytes and size + leaf.nbytes > limit:  # every file gets a tensor, so that the index names it
+            yield group
+            group, size = [], 0
+        group.append(leaf)
+        size += leaf.nbytes
+    yield group
+
+
+def shard_names(path: Path, count: int, tag: str) -> list[str]:
+    """Names of a set of files. The tag keeps a new set apart from an old one until the index says which counts."""
+    stem = path.name.removesuffix(SUFFIX)
+    return [f"{stem}-{i:05d}-of-{count:05d}.{tag}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def _write_file(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str]) -> None:
+    sources = {name: array for leaf in leaves for name, array in leaf.tensors.items()}
+    entries = arrange([tensor for leaf in leaves for tensor in leaf.layout()])
+    with about(path), atomic_file(path) as file:
+        file.write(build_header(entries, metadata))
+        for entry in entries:
+            file.write(raw_bytes(_contents.host(sources[entry.name], entry.name)))
+
+
+def commit_index(
+    path: Path, contents: Contents, owners: Mapping[str, str], total: int, extra: Mapping[str, str]
+) -> None:
+    """Write the index of a complete set of files: from this moment on it is the checkpoint."""
+    described = {**extra, "total_size": total, KEY: _contents.dumped(_contents.tree_metadata(contents))}
+    old = _files_of_set(path)
+    with atomic_file(index_path(path)) as file:
+        file.write(json.dumps({"metadata": described, "weight_map": dict(owners)}, indent=1).encode())
+    path.unlink(missing_ok=True)  # a single file of an earlier save
+    _remove(path, old - set(owners.values()))
+
+
+def remove_old_set(path: Path) -> None:
+    """Remove the index and the files of an earlier save in several files, now that one file took their place."""
+    old = _files_of_set(path)
+    index_path(path).unlink(missing_ok=True)
+    _remove(path, old)
+
+
+def _files_of_set(path: Path) -> set[str]:
+    try:
+        return set(read_index(index_path(path)).owners.values())
+    except (FileNotFoundError, CheckpointError):  # none, or not ours to tidy
+        return set()
+
+
+def _remove(path: Path, names: set[str]) -> None:
+    """Delete files of an old set, if their names are of the kind `shard_names` makes: an index may claim anything."""
+    stem = re.escape(path.name.removesuffix(SUFFIX))
+    ours = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)}")
+    removed = [name for name in names if ours.fullmatch(name)]
+    for name in removed:
+        path.with_name(name).unlink(missing_ok=True)
+    if removed:
+        sync_folder(path.parent)

@@ -1,0 +1,123 @@
+"""Which implicit arrays can be saved, and how: a registry from names in files to classes.
+
+A file names types, never modules: nothing is imported because a file says so. Types that are not listed here are
+registered by their owners with `register_type`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from eformer._errors import CheckpointError
+from eformer.jaximus import ImplicitArray
+from eformer.jaximus._fields import layout
+
+Pack = Callable[[Any], tuple[Mapping[str, Any], Mapping[str, Any]]]
+Unpack = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
+C = TypeVar("C", bound=type[Any])
+
+# Where an array lives is decided by who loads it.
+_NOT_SAVED = ("sharding",)
+# Names with a meaning of their own in descriptions of leaves.
+RESERVED = ("array", "numpy", "key", "scalar", "list", "tuple", "dict", "ordered_dict", "node", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedType:
+    """How one class is saved: `pack` gives its stored parts (arrays, or trees of them) and its plain fields."""
+
+    name: str
+    cls: type
+    pack: Pack
+    unpack: Unpack
+
+
+_by_name: dict[str, SavedType] = {}
+_by_class: dict[type, SavedType] = {}
+
+
+def register_type(cls: C, name: str | None = None, *, pack: Pack | None = None, unpack: Unpack | None = None) -> C:
+    """Let instances of an `ImplicitArray` class be saved and loaded. Returns the class.
+
+    Args:
+        cls: the class.
+        name: what files call it, by default the name of the class. It is what finds the class again: keep it.
+        pack: `pack(array) -> (parts, fields)`, by default the children and the auxiliary fields of the dataclass
+            (but not a sharding). Fields hold None, booleans, numbers, strings, dtypes, and tuples of these.
+        unpack: `unpack(parts, fields) -> array`, by default the constructor.
+
+    >>> import jax
+    >>> @dataclasses.dataclass
+    ... class Doubled(ImplicitArray):
+    ...     half: jax.Array
+    ...     def materialize(self):
+    ...         return self.half * 2
+    >>> register_type(Doubled, "example.doubled").__name__
+    'Doubled'
+    """
+    if not _is_implicit(cls):
+        raise TypeError(f"register_type takes a class derived from ImplicitArray, got {cls!r}.")
+    name = cls.__name__ if name is None else name
+    if name in RESERVED or not name:
+        raise ValueError(f"{name!r} has a meaning of its own in files; choose another name.")
+    known = _by_name.get(name)
+    if known is not None and _origin(known.cls) != _origin(cls):
+        raise ValueError(f"{name!r} already stands for {known.cls.__qualname__}; choose another name.")
+    saved = SavedType(name, cls, pack or pack_fields, unpack or _constructor(cls))
+    _by_name[name] = _by_class[cls] = saved
+    return cls
+
+
+def _is_implicit(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, ImplicitArray)
+
+
+def _origin(cls: type) -> tuple[str, str]:
+    """Where a class was written: running a notebook cell again makes a new class of the same origin."""
+    return cls.__module__, cls.__qualname__
+
+
+def type_of(array: ImplicitArray) -> SavedType:
+    """How an instance is saved, or an error that says what to register."""
+    saved = _by_class.get(type(array))
+    if saved is None:
+        name = type(array).__name__
+        raise CheckpointError(
+            f"arrays of type {name} cannot be saved: nobody said how.",
+            fix=f"Call eformer.serialization.register_type({name}) first, before saving and before loading.",
+        )
+    return saved
+
+
+def type_named(name: Any) -> SavedType:
+    """The type a file asks for by name."""
+    saved = _by_name.get(name) if isinstance(name, str) else None
+    if saved is None:
+        raise CheckpointError(
+            f"is of the type {name!r:.100}, which nobody registered; known are {', '.join(sorted(_by_name))}.",
+            fix="Import the module that defines it, or call eformer.serialization.register_type(cls, name).",
+        )
+    return saved
+
+
+def saved_classes() -> list[type]:
+    """Every class that can be saved now."""
+    return list(_by_class)
+
+
+def pack_fields(array: ImplicitArray) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Children and auxiliary fields by name; a shape or dtype the instance remembers is a field too."""
+    names = layout(type(array))
+    parts = {name: getattr(array, name) for name in names.children}
+    fields = {name: getattr(array, name) for name in names.aux if name not in _NOT_SAVED}
+    remembered = {"shape": array.__dict__.get("_shape"), "dtype": array.__dict__.get("_dtype")}
+    return parts, {**fields, **{name: value for name, value in remembered.items() if value is not None}}
+
+
+def _constructor(cls: type) -> Unpack:
+    def unpack(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
+        return cls(**parts, **fields)
+
+    return unpack

@@ -1,0 +1,147 @@
+"""GGUF: every type against the reference decoder, metadata, and products with the weights as they are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer import serialization as files
+from eformer.jaximus import implicit, materialization_policy
+from eformer.ops.quantization import quantize
+from eformer.serialization._gguf_blocks import DECODERS
+
+from .gguf_files import BLOCKS, gguf_bytes
+from .trees import assert_same, dense
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "gguf.npz")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    made.write_bytes(gguf_bytes({f"t.{kind}": (kind, (6, 512)) for kind in BLOCKS}))
+    return made
+
+
+def same_values(found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Equal bits, or both NaN."""
+    return bool(((found.view(np.uint32) == wanted.view(np.uint32)) | (np.isnan(found) & np.isnan(wanted))).all())
+
+
+@pytest.mark.parametrize("kind", sorted({name.split("/")[0] for name in GOLDEN}))
+def test_blocks_decode_as_ggml_decodes_them(kind):
+    with np.errstate(all="ignore"):
+        assert same_values(DECODERS[kind](GOLDEN[f"{kind}/raw"]), GOLDEN[f"{kind}/values"])
+
+
+def test_q8_k():
+    """The one type without a reference: an f32 scale, then 256 integers."""
+    rng = np.random.default_rng(0)
+    scale, codes = rng.standard_normal((3, 1)).astype("<f4"), rng.integers(-128, 128, (3, 256)).astype(np.int8)
+    raw = np.concatenate([scale.view(np.uint8), codes.view(np.uint8), np.zeros((3, 32), np.uint8)], axis=1)
+    assert (DECODERS["Q8_K"](raw) == codes * scale).all()
+
+
+@pytest.mark.parametrize(("version", "alignment"), [(2, None), (3, None), (3, 256)])
+def test_metadata(tmp_path, version, alignment):
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(version=version, alignment=alignment, metadata={"raw": b"\xff\xfe"}))
+    file = files.open_gguf(tmp_path / "m.gguf")
+    assert file.version == version
+    found = dict(file.metadata)
+    assert (found["general.architecture"], found["llama.block_count"], found["yes"]) == ("llama", 2, True)
+    assert found["llama.eps"] == float(np.float32(1e-5))
+    assert found["big"] == 2**63
+    assert found["tokenizer.ggml.tokens"] == ["<s>", "é", "", "word"]
+    assert (found["tokenizer.ggml.scores"] == np.arange(4)).all()
+    assert found["flags"].tolist() == [True, False]
+    assert [np.asarray(inner).tolist() for inner in found["nested"]] == [[-3, 4], []]
+    assert found["raw"].encode("utf-8", "surrogateescape") == b"\xff\xfe"
+    assert len(file) == len(BLOCKS)
+    assert repr(file).endswith(f"'tiny', {len(BLOCKS)} tensors)")
+    with pytest.raises(KeyError, match="'nothing' is not in"):
+        file["nothing"]
+
+
+def test_every_type_loads(path):
+    packed, flat = files.load_gguf(path, dtype=jnp.float32), files.load_gguf(path, dense=True)
+    raw = path.read_bytes()
+    for kind, (_, values, nbytes) in BLOCKS.items():
+        q, w, info = packed[f"t.{kind}"], flat[f"t.{kind}"], files.open_gguf(path).tensors[f"t.{kind}"]
+        assert q.shape == w.shape == (6, 512), kind
+        stored = np.frombuffer(raw, np.uint8, info.nbytes, info.start)
+        if values == 1:
+            assert np.asarray(q).tobytes() == stored.tobytes(), kind
+            continue
+        wanted = DECODERS[kind](stored.reshape(-1, nbytes)).reshape(6, 512)
+        assert isinstance(q, files.GroupedArray) == (kind in ("Q4_0", "Q4_1", "Q8_0")), kind
+        assert same_values(np.asarray(w), wanted), kind
+        assert same_values(np.asarray(q.materialize() if isinstance(q, files.GroupedArray) else q), wanted), kind
+    half = files.load_gguf(path, dense=True, dtype=jnp.bfloat16)["t.Q6_K"]
+    assert_same(half, flat["t.Q6_K"].astype(jnp.bfloat16))
+
+
+def operations(w, x):
+    """Shape operations, which are exact, and products with their gradients."""
+    rows = jnp.array([4, 0, 4])
+    exact = {
+        "transposed": w.T,
+        "rows": w[rows],
+        "groups": w[:, 64:128],
+        "stacked": implicit(jnp.stack)([w, w]),
+        "doubled": w * 2,
+        "half": w.astype(jnp.bfloat16),
+        "columns": w[:, rows * 7],
+    }
+    # A weighted sum would let errors cancel; the gradient of a sum of squares does not.
+    gradient = jax.grad(lambda x: jnp.sum((x @ w.T) ** 2))(x)
+    return exact, {"right": x @ w.T, "left": w @ x[0].T, "gradient": gradient}
+
+
+def test_grouped_weights_work_without_becoming_dense(path, tmp_path):
+    tree = {k.removeprefix("t."): v for k, v in files.load_gguf(path).items() if isinstance(v, files.GroupedArray)}
+    x = dense(np.random.default_rng(0), 2, 3, 512)
+    run = jax.jit(operations)
+    for name, q in tree.items():
+        with materialization_policy("error"):
+            exact, products = run(q, x)
+        exact_dense, products_dense = run(q.materialize(), x)
+        for what, found in exact.items():
+            assert isinstance(found, files.GroupedArray) == (what != "columns"), (name, what)
+            values = np.asarray(found if what == "columns" else found.materialize(), np.float32)
+            assert (values == np.asarray(exact_dense[what], np.float32)).all(), (name, what)
+        for what, found in products.items():
+            error = jnp.abs(found - products_dense[what]).max() / jnp.abs(products_dense[what]).max()
+            assert error < 1e-5, (name, what, error)
+    assert_same(files.load(files.save(tmp_path / "m.safetensors", tree)), tree)
+    with pytest.raises(ValueError, match="neither uint8"):
+        files.GroupedArray(jnp.zeros((2, 3, 9), jnp.uint8), jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="does not fit codes"):
+        files.GroupedArray(jnp.zeros((2, 3, 16), jnp.uint8), jnp.zeros((2, 4)))
+
+
+def test_a_gradient_keeps_no_dense_weight(path):
+    q = files.open_gguf(path)["t.Q4_0"]
+    x = jnp.ones((2, 512))
+    _, pull = jax.vjp(lambda x: x @ q.T, x)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+    assert kept < q.size * 4
+
+
+def test_gguf_is_a_source_of_streaming(path, tmp_path):
+    rules = {"*.Q8_0": "int8", "*.Q[2-6]_K": "nf4"}
+    report = files.quantize_file(path, tmp_path / "m.safetensors", rules, axis=-1)
+    found, wanted = files.load(report.path), files.load_gguf(path, dense=True)
+    assert set(found) == set(wanted)
+    for name, w in wanted.items():
+        kind = name.removeprefix("t.")
+        if kind == "Q8_0":
+            assert_same(found[name], quantize(w, dtype="int8", axis=-1))
+        elif kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"):
+            assert_same(found[name], quantize(w, dtype="nf4", axis=-1))
+        else:
+            assert np.asarray(found[name]).tobytes() == np.asarray(w).tobytes(), name
+    assert '"general.name": "tiny"' in files.open_lazy(report.path).metadata["gguf"]
