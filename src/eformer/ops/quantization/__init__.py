@@ -1,4 +1,4 @@
-"""Quantized arrays: NF4, INT8, ternary and binary, behind one `quantize`.
+"""Quantized arrays: NF4, INT8, ternary and binary, behind one `quantize`; whole models; low-rank adapters.
 
 >>> import jax.numpy as jnp
 >>> w = quantize(jnp.ones((64, 32)), dtype="nf4")
@@ -13,6 +13,21 @@ from ._config import QuantizationType as QuantizationType
 from ._config import quantize as quantize
 from ._config import straight_through as straight_through
 from ._formats._sharding import ShardingError as ShardingError
+from ._kernels.switch import is_kernel_available as is_kernel_available
+from ._kernels.switch import nf4_use_kernel as nf4_use_kernel
+from ._lora import LoraArray as LoraArray
+from ._lora import MergeReport as MergeReport
+from ._lora import add_lora as add_lora
+from ._lora import lora_mask as lora_mask
+from ._lora import merge as merge
+from ._lora import merge_lora as merge_lora
+from ._lora import split_trainable as split_trainable
+from ._tree import Report as Report
+from ._tree import dequantize_tree as dequantize_tree
+from ._tree import fake_quantize_tree as fake_quantize_tree
+from ._tree import quant_delay as quant_delay
+from ._tree import quantize_tree as quantize_tree
+from ._tree import report as report
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
 from .implicit_array_8bit import Array8B as Array8B

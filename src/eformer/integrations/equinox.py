@@ -1,0 +1,89 @@
+"""Equinox: quantized modules, and gradients that leave quantized arrays alone.
+
+>>> import equinox as eqx, jax, jax.numpy as jnp
+>>> from eformer.ops.quantization import quantize_tree
+>>> model = Dispatching(quantize_tree(eqx.nn.Linear(64, 64, key=jax.random.key(0))))
+>>> model(jnp.ones(64)).shape
+(64,)
+>>> filter_grad(lambda model, x: model(x).sum())(model, jnp.ones(64)).module.bias.shape
+(64,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from eformer.jaximus import ImplicitArray, implicit
+from eformer.ops.quantization import LoraArray
+
+
+class Dispatching(eqx.Module):
+    """A module around another that runs it with dispatch on.
+
+    For code that calls the model itself and cannot be wrapped in `implicit`. The inner module is `module`.
+    """
+
+    module: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(self.module, *args, **kwargs)
+
+
+@implicit
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def partition(model: Any) -> tuple[Any, Any]:
+    """What can be trained (dense floating arrays, the factors of adapters) and the rest; `combine` joins them.
+
+    Each has None in place of what the other has, so optax and `eqx.apply_updates` take the first as it is.
+    """
+    frozen_parts = {id(leaf.w) for leaf in jax.tree.leaves(model, is_leaf=_is_adapter) if _is_adapter(leaf)}
+
+    def trained(leaf: Any) -> bool:
+        return not _is_whole(leaf) and id(leaf) not in frozen_parts and eqx.is_inexact_array(leaf)
+
+    return eqx.partition(model, trained, is_leaf=_is_whole)
+
+
+def combine(*parts: Any) -> Any:
+    """The model again, from the parts of `partition`."""
+    return eqx.combine(*parts, is_leaf=_is_whole)
+
+
+def filter_value_and_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """As `eqx.filter_value_and_grad`, for models that hold quantized arrays; `fun` runs with dispatch on."""
+
+    def value_and_grad(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        trained, rest = partition(model)
+
+        def loss(trained: Any) -> Any:
+            return implicit(fun)(combine(trained, rest), *args, **kwargs)
+
+        return eqx.filter_value_and_grad(loss, has_aux=has_aux)(trained)
+
+    return value_and_grad
+
+
+def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """As `eqx.filter_grad`, for models that hold quantized arrays; `fun` runs with dispatch on."""
+
+    def grad(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        value, gradient = filter_value_and_grad(fun, has_aux=has_aux)(model, *args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return grad
+
+
+def _is_adapter(x: Any) -> bool:
+    return isinstance(x, LoraArray)
+
+
+def _is_whole(x: Any) -> bool:
+    """Implicit arrays are trained whole or not at all; only adapters have parts that are."""
+    return isinstance(x, ImplicitArray) and not _is_adapter(x)

@@ -1,0 +1,110 @@
+"""What keeps a `LoraArray` low-rank: products, transposes and changes of dtype. Anything else goes dense by policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer.jaximus import ImplicitArray, default_handler, implicit, register
+
+from .array import LoraArray
+
+
+@register("dot_general")
+def dot_general_right(primitive: Any, lhs: jax.Array, rhs: LoraArray, **params: Any) -> Any:
+    return _dot(primitive, lhs, rhs, False, params)
+
+
+@register("dot_general")
+def dot_general_left(primitive: Any, lhs: LoraArray, rhs: jax.Array, **params: Any) -> Any:
+    return _dot(primitive, rhs, lhs, True, params)
+
+
+def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict[str, Any]) -> Any:
+    """x·w + ((x·a)·b) * scale: the factor that holds contracted axes goes first, and `a · b` is never formed."""
+    if params.get("out_sharding") is not None:
+        return NotImplemented
+    w = q.frozen()
+    base = _on_base(lambda lhs, rhs: default_handler(primitive, lhs, rhs, **params), *((w, x) if q_first else (x, w)))
+    if not jnp.issubdtype(base.dtype, jnp.inexact):
+        return NotImplemented
+    labels, out = _labels(x.ndim, q, q_first, params["dimension_numbers"])
+    (first, first_labels), (second, second_labels) = _order(q, labels["contracted"], labels["a"], labels["b"])
+    kept = {*second_labels, *out}
+    middle = [label for label in dict.fromkeys((*labels["x"], *first_labels)) if label in kept]
+    # Adapters follow the activations: trained in f32, computed in the dtype of x.
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
+    precision = params.get("precision")
+    if isinstance(precision, tuple) and q_first:
+        precision = precision[::-1]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    options = {"precision": precision, "preferred_element_type": wide}
+    low = jnp.einsum(x.astype(dtype), labels["x"], first.astype(dtype), first_labels, middle, **options)
+    low = (low * q.scale).astype(dtype)
+    update = jnp.einsum(low, middle, second.astype(dtype), second_labels, out, **options)
+    return base + update.astype(base.dtype)
+
+
+def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
+    """An operation on the weight. Handlers run outside dispatch, so it is turned on again for an implicit one."""
+    return implicit(op)(*operands) if any(isinstance(x, ImplicitArray) for x in operands) else op(*operands)
+
+
+def _labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[dict[str, Any], list[int]]:
+    """Einsum labels: axis i of w is i, the rank is w.ndim, free axes of x follow. And those of the result."""
+    contracting, batching = numbers
+    (qc, xc), (qb, xb) = (contracting, batching) if q_first else (contracting[::-1], batching[::-1])
+    batch, rank = q.ndim - q.left - q.right, q.ndim
+    shared = {**dict(zip(xc, qc, strict=True)), **dict(zip(xb, qb, strict=True))}
+    x = [shared.get(axis, rank + 1 + axis) for axis in range(x_ndim)]
+    axes = list(range(q.ndim))
+    a, b = [*axes[: batch + q.left], rank], [*axes[:batch], rank, *axes[batch + q.left :]]
+    x_kept = [label for label in x if label > rank]
+    q_kept = [axis for axis in axes if axis not in (*qc, *qb)]
+    out = [*qb, *q_kept, *x_kept] if q_first else [*qb, *x_kept, *q_kept]
+    return {"x": x, "a": a, "b": b, "contracted": tuple(qc)}, out
+
+
+def _order(q: LoraArray, contracted: Sequence[int], a: list[int], b: list[int]) -> Any:
+    right = q.ndim - q.right
+    only_right = any(axis >= right for axis in contracted) and not any(
+        right - q.left <= axis < right for axis in contracted
+    )
+    pair = (q.a, a), (q.b, b)
+    return pair[::-1] if only_right else pair
+
+
+@register("transpose")
+def transpose(q: LoraArray, *, permutation: Any, **params: Any) -> Any:
+    """Exact while left and right axes stay together, in either order, behind the batch axes."""
+    batch = q.ndim - q.left - q.right
+    sides = ["batch" if axis < batch else "left" if axis < batch + q.left else "right" for axis in permutation]
+    groups = [side for i, side in enumerate(sides) if i == 0 or sides[i - 1] != side]
+    expected = ["batch"] if batch else []
+    if groups not in ([*expected, "left", "right"], [*expected, "right", "left"]):
+        return NotImplemented
+    w = _on_base(lambda w: lax.transpose(w, permutation), q.w)
+    lead = [axis for axis in permutation if axis < batch]
+    left = [axis for axis in permutation if batch <= axis < batch + q.left]
+    right = [axis - q.left + 1 for axis in permutation if axis >= batch + q.left]
+    if groups[-1] == "right":
+        a = lax.transpose(q.a, [*lead, *left, batch + q.left])
+        b = lax.transpose(q.b, [*lead, batch, *right])
+        return dataclasses.replace(q, w=w, a=a, b=b)
+    a = lax.transpose(q.b, [*lead, *right, batch])
+    b = lax.transpose(q.a, [*lead, batch + q.left, *left])
+    return dataclasses.replace(q, w=w, a=a, b=b, left=q.right, right=q.left)
+
+
+@register("convert_element_type")
+def convert_element_type(primitive: Any, q: LoraArray, *, new_dtype: Any, **params: Any) -> Any:
+    """Another dtype for the weight; the factors stay in theirs."""
+    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    converted = _on_base(lambda w: lax.convert_element_type(w, new_dtype), q.w)
+    return dataclasses.replace(q, w=converted)

@@ -1,0 +1,183 @@
+"""What a leaf is for: told by its name, its shape, its neighbours and, where there is one, the layer that holds it.
+
+A role decides two things: whether a leaf is quantized at all, and along which axis. Nothing depends on it for
+correctness: any axis gives a right model, the right one gives a quick and a slightly more accurate one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .paths import Leaf
+
+# What `skip=` may name, and the kind of leaf each stands for.
+GROUPS = {
+    "norms": "norm",
+    "biases": "bias",
+    "routers": "router",
+    "positions": "position",
+    "heads": "head",
+    "embeddings": "embedding",
+    "convolutions": "conv",
+}
+
+_MATRIX = ("kernel", "w", "weight")
+_BIAS = re.compile(r"^(b|bias|.*_bias)$")
+_NORM = re.compile(r"norm|^ln(_|\d|$)|_ln$")
+_NORM_LEAF = ("scale", "gamma", "beta", "offset")
+_POSITION = re.compile(r"^pos(_|$)|position|pos_?emb|^wpe$")
+_ROUTER = re.compile(r"router")
+_HEAD = re.compile(r"^(lm_head|head|classifier|logits|unembed(ding)?|output_projection)$")
+_EMBEDDING = re.compile(r"embed|^wte$")
+_ATTENTION_IN = re.compile(r"^w?(q|k|v|query|key|value)(_proj)?$")
+_ATTENTION_OUT = re.compile(r"^w?(o|out|output)(_proj)?$")
+_QUERIES, _OUTPUTS = ("query", "q", "q_proj", "wq", "query_proj"), ("out", "o", "o_proj", "wo", "out_proj", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """The kind of a leaf, and its axes (counted from the end): contracted with activations, and kept by the product."""
+
+    kind: str
+    inputs: tuple[int, ...] = (-2,)
+    outputs: tuple[int, ...] = (-1,)
+    batch: int = 0  # leading axes that number matrices: layers of a stack, experts
+
+    def axis(self, fmt: str) -> int | tuple[int, ...]:
+        """The axis to quantize along.
+
+        Embeddings: the last, so that a row is looked up whole. Else the contracted one. INT8 shares its scale along all
+        contracted axes. Formats in blocks have one blocked axis; where several are contracted (the output kernel of
+        attention) it is the last: the product is then one matrix product, instead of one per head and a sum.
+        """
+        if self.kind == "embedding":
+            return -1
+        if fmt == "int8":
+            return self.inputs
+        return self.inputs[0] if len(self.inputs) == 1 else -1
+
+
+def roles_of(leaves: Sequence[Leaf]) -> list[Role]:
+    """The role of every leaf of a model."""
+    shapes = {leaf.names: tuple(getattr(leaf.value, "shape", ())) for leaf in leaves}
+    return [_role(leaf, shapes) for leaf in leaves]
+
+
+def _role(leaf: Leaf, shapes: Mapping[tuple[str, ...], tuple[int, ...]]) -> Role:
+    shape = shapes[leaf.names]
+    kind = _kind(leaf, shapes)
+    if kind == "conv":
+        return _convolution(leaf, shape)
+    if kind == "embedding" or len(shape) < 2:
+        return Role(kind, batch=max(len(shape) - 2, 0))
+    inputs, outputs = _matrix_axes(leaf, shapes)
+    return Role(kind, inputs, outputs, len(shape) - len(inputs) - len(outputs))
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
+
+
+def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
+    names = [name.lower() for name in leaf.names]
+    name, holders = (names[-1] if names else ""), names[:-1]
+    layer = type(leaf.parent).__name__.lower()
+    if _BIAS.match(name):
+        return "bias"
+    if name in _NORM_LEAF or "norm" in layer or any(map(_NORM.search, names[-2:])):
+        return "norm"
+    if any(map(_POSITION.search, names[-2:])):
+        return "position"
+    if any(map(_ROUTER.search, names)) or _is_gate_of_experts(leaf, shapes):
+        return "router"
+    if any(map(_HEAD.match, names[-2:])):
+        return "head"
+    if _is_embedding(leaf, name, holders):
+        return "embedding"
+    return "conv" if _is_convolution(leaf, holders, shapes[leaf.names]) else "kernel"
+
+
+def _is_gate_of_experts(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> bool:
+    """A layer called `gate` is a router when experts stand next to it, and one half of an MLP otherwise."""
+    if "gate" not in leaf.names[-2:]:
+        return False
+    beside = leaf.names[: len(leaf.names) - 1 - leaf.names[::-1].index("gate")]
+    depth = len(beside)
+    return any(other[:depth] == beside and len(other) > depth and "expert" in other[depth].lower() for other in shapes)
+
+
+def _is_embedding(leaf: Leaf, name: str, holders: Sequence[str]) -> bool:
+    if hasattr(leaf.parent, "num_embeddings"):
+        return True
+    if name in ("kernel", "w"):  # of a layer that has "embed" in its name: a projection
+        return False
+    last = holders[-1] if name == "weight" and holders else name
+    return _EMBEDDING.search(last) is not None
+
+
+def _is_convolution(leaf: Leaf, holders: Sequence[str], shape: Sequence[int]) -> bool:
+    if hasattr(leaf.parent, "num_spatial_dims") or hasattr(leaf.parent, "kernel_size"):
+        return True
+    return len(shape) >= 3 and any("conv" in name for name in holders[-1:])
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+def _convolution(leaf: Leaf, shape: Sequence[int]) -> Role:
+    """(spatial..., in, out) in Flax and Haiku, (out, in, spatial...) in Equinox and PyTorch."""
+    if leaf.names[-1] != "weight":
+        return Role("conv")
+    spatial = getattr(leaf.parent, "num_spatial_dims", len(shape) - 2)
+    return Role("conv", (-1 - spatial,), (-2 - spatial,), len(shape) - 2 - spatial)
+
+
+def _matrix_axes(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    name, shape = leaf.names[-1] if leaf.names else "", shapes[leaf.names]
+    if name == "weight":
+        return (-1,), (-2,)
+    ins, outs = getattr(leaf.parent, "in_features", None), getattr(leaf.parent, "out_features", None)
+    if isinstance(ins, tuple) and isinstance(outs, tuple) and len(ins) + len(outs) <= len(shape):
+        return _last(len(ins), len(outs))
+    n_in, n_out = _attention(leaf, shapes) or _by_bias(leaf, shapes) or (1, 1)
+    return _last(n_in, n_out)
+
+
+def _last(n_in: int, n_out: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(range(-n_in - n_out, -n_out)), tuple(range(-n_out, 0))
+
+
+def _attention(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> tuple[int, int] | None:
+    """Kernels that keep heads as an axis: (model, heads, size) in, (heads, size, model) out.
+
+    A stack of matrices has three axes too. The query and output kernels beside a leaf tell which it is.
+    """
+    ndim, own = len(shapes[leaf.names]), 2 if leaf.names[-1:] and leaf.names[-1] in _MATRIX else 1
+    if ndim < 3 or len(leaf.names) < own:
+        return None
+    owner, beside, ending = leaf.names[-own], leaf.names[:-own], leaf.names[len(leaf.names) - own + 1 :]
+    inward, outward = _ATTENTION_IN.match(owner), _ATTENTION_OUT.match(owner)
+    if not (inward or outward):
+        return None
+    query = next((shapes[p] for n in _QUERIES if (p := (*beside, n, *ending)) in shapes), None)
+    out = next((shapes[p] for n in _OUTPUTS if (p := (*beside, n, *ending)) in shapes), None)
+    if query is None or out is None or not len(query) == len(out) == ndim or _are_stacks(query, out):
+        return None
+    if query[-2:] != out[-3:-1] or query[-3] != out[-1] or query[:-3] != out[:-3]:
+        return None
+    return (1, 2) if inward else (2, 1)
+
+
+def _are_stacks(query: Sequence[int], out: Sequence[int]) -> bool:
+    return (*query[:-2], query[-1], query[-2]) == tuple(out)
+
+
+def _by_bias(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> tuple[int, int] | None:
+    """A kernel (batch..., in, out...) whose bias is (batch..., out...). As many axes as fit are batch axes."""
+    shape, bias = shapes[leaf.names], shapes.get((*leaf.names[:-1], "bias"), ())
+    if len(bias) != len(shape) - 1:
+        return None
+    fitting = [batch for batch in range(len(shape) - 1) if bias == shape[:batch] + shape[batch + 1 :]]
+    return (1, len(bias) - fitting[-1]) if fitting else None
