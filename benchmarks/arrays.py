@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _timing import BLOCK, FORMATS, Call, interleaved, random_storage
 
 from eformer.ops.quantization._kernels import qmatmul
 
-FORMATS = ("nf4", "int8", "ternary", "binary")
-BLOCK = 64
 # (format, M) -> the ratio the tiled path must not exceed in the dot form with float32 activations
 LIMITS = {
     **dict(zip([("nf4", m) for m in (1, 16, 128)], (1.6, 1.0, 1.1), strict=True)),
@@ -31,37 +27,12 @@ LIMITS = {
     ("ternary", 1): 0.7,
     ("binary", 1): 0.7,
 }
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def random_storage(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of a random matrix; the values do not influence the time."""
-    per_row = jnp.asarray(rng.random((rows, 1), dtype=np.float32))
-    if fmt == "nf4":
-        codes = rng.integers(0, 256, (rows, cols // BLOCK, BLOCK // 2), dtype=np.uint8)
-        return jnp.asarray(codes), jnp.asarray(rng.random((rows, cols // BLOCK), dtype=np.float32))
-    if fmt == "int8":
-        return jnp.asarray(rng.integers(-127, 128, (rows, cols), dtype=np.int8)), per_row
-    return jnp.asarray(rng.integers(0, 256, (rows, cols // (4 if fmt == "ternary" else 8)), dtype=np.uint8)), per_row
 
 
 def quantized_call(fmt: str, form: str, cols: int, x: jax.Array, storage: tuple[jax.Array, jax.Array]) -> Call:
     block = BLOCK if fmt == "nf4" else None
     product = jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, fmt=fmt, form=form, cols=cols, block=block))
     return product, (x, *storage)
-
-
-def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of every call, all timed once per round."""
-    for function, operands in calls.values():
-        jax.block_until_ready(function(*operands))
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, (function, operands) in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function(*operands))
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def measure(

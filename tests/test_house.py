@@ -17,7 +17,7 @@ import eformer
 SRC = Path(__file__).parents[1] / "src"
 FILES = sorted((SRC / "eformer").rglob("*.py"))
 # Not rich: plum, which the core needs, imports it.
-OPTIONAL = ("flax", "equinox", "haiku", "optax", "matplotlib", "torch", "bitsandbytes")
+OPTIONAL = ("flax", "equinox", "haiku", "optax", "orbax", "msgpack", "matplotlib", "torch", "bitsandbytes")
 MAX_LINES = 400
 
 

@@ -1,0 +1,84 @@
+"""What the benchmarks share: interleaved timing, random packed matrices, and the facts that go with every result."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+import eformer
+from eformer.ops.quantization._kernels import cpu
+
+FORMATS = ("nf4", "int8", "ternary", "binary")
+BLOCK = 64
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def random_storage(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of a random matrix; the values do not influence the time."""
+    per_row = jnp.asarray(rng.random((rows, 1), dtype=np.float32))
+    if fmt == "nf4":
+        codes = rng.integers(0, 256, (rows, cols // BLOCK, BLOCK // 2), dtype=np.uint8)
+        return jnp.asarray(codes), jnp.asarray(rng.random((rows, cols // BLOCK), dtype=np.float32))
+    if fmt == "int8":
+        return jnp.asarray(rng.integers(-127, 128, (rows, cols), dtype=np.int8)), per_row
+    return jnp.asarray(rng.integers(0, 256, (rows, cols // (4 if fmt == "ternary" else 8)), dtype=np.uint8)), per_row
+
+
+def interleaved(calls: dict[str, Call], rounds: int, *, at_most: float = float("inf")) -> dict[str, float]:
+    """Median seconds of every call, all timed once per round, so that a busy machine slows all of them alike.
+
+    Rounds stop early once they have taken `at_most` seconds, but not before the third.
+    """
+    for function, operands in calls.values():
+        jax.block_until_ready(function(*operands))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    begin = time.perf_counter()
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() - begin > at_most:
+            break
+        for name, (function, operands) in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function(*operands))
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def facts() -> dict[str, Any]:
+    """Date, versions and machine."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "eformer": eformer.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+        "machine": _cpu_name(),
+        "cores": os.cpu_count(),
+        "kernels": cpu.isa_name() if cpu.loaded().reason is None else cpu.loaded().reason,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def write_json(path: Path | None, **results: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps({**facts(), **results}, indent=2) + "\n")

@@ -1,0 +1,202 @@
+"""Products on the CPU: native kernels and the tiled path, as ratios to XLA's dense float32 product of the same run.
+
+    python benchmarks/cpu_matmul.py [--quick] [--json PATH] [--plot PATH] [--isa avx2|avx512|...]
+
+All candidates take turns, round after round; figures are ratios of medians, below 1 is faster than dense float32. Where
+PyTorch or bitsandbytes is installed their products take part too. Then one decode step of a small LLaMA-shaped model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _llama import Shape, decode_step, make_cache, make_params
+from _rivals import rivals
+from _timing import FORMATS, Call, interleaved, random_storage, write_json
+
+from eformer.ops.quantization import quantize
+from eformer.ops.quantization._kernels import cpu, qmatmul
+from eformer.ops.quantization._kernels.cpu._library import ISAS
+from eformer.ops.quantization._kernels.problem import problem_of, spec_of
+
+SIZES = ("4096x4096", "4096x14336", "14336x4096")
+ROWS_OF_X = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+# (format, M) -> the ratio not to exceed: 4096 x 4096, dot form, float32 activations, AVX-512 and two threads.
+LIMITS = {
+    (fmt, m): limit
+    for fmt, limits in {
+        "nf4": (0.17, 0.24, 0.60, 0.95),
+        "int8": (0.24, 0.24, 0.55, 0.95),
+        "ternary": (0.13, 0.24, 0.58, 0.95),
+        "binary": (0.08, 0.16, 0.38, 0.65),
+    }.items()
+    for m, limit in zip((1, 4, 16, 128), limits, strict=True)
+}
+
+
+def product(fmt: str, form: str, cols: int, preference: str) -> Any:
+    options: Any = {"fmt": fmt, "form": form, "cols": cols, "preference": preference}
+    return jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, **options))
+
+
+def forced(fmt: str, form: str, cols: int, isa: int) -> Any:
+    """The kernel of one instruction set."""
+
+    def run(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        spec = spec_of(x, codes, scale, fmt=fmt, form=form, cols=cols)
+        return cpu.qmatmul(problem_of(spec, "cpu", x, codes, scale), x, codes, scale, isa=isa)
+
+    return jax.jit(run)
+
+
+def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, dtype: str) -> dict[str, Call]:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((m, k), dtype=np.float32))
+    dense = jnp.asarray(rng.standard_normal((k, n), dtype=np.float32))
+    rows, cols = (n, k) if form == "dot" else (k, n)
+    matmul = jax.jit(jnp.matmul)
+    calls: dict[str, Call] = {"dense f32": (matmul, (x, dense))}
+    if not options.no_bf16:
+        calls["dense bf16"] = (matmul, (x.astype(jnp.bfloat16), dense.astype(jnp.bfloat16)))
+    for fmt in options.formats:
+        operands = (x.astype(dtype), *random_storage(rng, fmt, rows, cols))
+        native = product(fmt, form, cols, "native") if options.isa is None else forced(fmt, form, cols, options.isa)
+        calls[f"{fmt} native"] = (native, operands)
+        if not options.no_tiled:
+            calls[f"{fmt} tiled"] = (product(fmt, form, cols, "xla"), operands)
+    if options.rivals:
+        calls |= {name: (thunk, ()) for name, thunk in rivals(rng, k, n, m, dtype).items()}
+    return calls
+
+
+def measure(options: argparse.Namespace, size: str, m: int, form: str, dtype: str) -> dict[str, Any]:
+    k, n = map(int, size.split("x"))
+    seconds = interleaved(candidates(options, k, n, m, form, dtype), options.rounds, at_most=options.seconds)
+    dense = seconds["dense f32"]
+    ratios = {name: value / dense for name, value in seconds.items()}
+    return {"k": k, "n": n, "m": m, "form": form, "dtype": dtype, "dense_ms": 1e3 * dense, "ratios": ratios}
+
+
+def verdict(result: dict[str, Any], name: str) -> str:
+    fmt, _, path = name.partition(" ")
+    standard = (result["k"], result["n"], result["form"], result["dtype"]) == (4096, 4096, "dot", "float32")
+    limit = LIMITS.get((fmt, result["m"])) if standard and path == "native" else None
+    if limit is None:
+        return ""
+    return f"<= {limit:.2f} {'ok' if result['ratios'][name] <= limit else 'OVER'}"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """One Markdown table per size, form and dtype: a line per candidate, a column per M."""
+    lines: list[str] = []
+    key = lambda r: (r["k"], r["n"], r["form"], r["dtype"])  # noqa: E731
+    for (k, n, form, dtype), group in itertools.groupby(results, key):
+        runs = list(group)
+        lines += [f"\n{k} x {n}, {form} form, {dtype} x: time / dense f32\n"]
+        lines += ["| | " + " | ".join(f"M={r['m']}" for r in runs) + " |", "|---" * (len(runs) + 1) + "|"]
+        for name in runs[0]["ratios"]:
+            cells = [f"{r['ratios'][name]:.2f}" if name != "dense f32" else f"{r['dense_ms']:.1f} ms" for r in runs]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def decode(formats: tuple[str, ...], steps: int) -> dict[str, float]:
+    """Tokens per second of one decode step after another, all kinds of weights in turn."""
+    shape = Shape()
+    kinds: dict[str, tuple[Any, Any]] = {
+        "f32": (lambda w: w, jnp.float32),
+        "bf16": (lambda w: w.astype(jnp.bfloat16), jnp.bfloat16),
+        **{fmt: (functools.partial(quantize, dtype=fmt), jnp.float32) for fmt in formats},
+    }
+    step = jax.jit(functools.partial(decode_step, shape))
+    calls: dict[str, Call] = {}
+    for name, (convert, dtype) in kinds.items():
+        state = (make_params(shape, convert, dtype), make_cache(shape, dtype))
+        calls[name] = (step, (*state, jnp.asarray(7), jnp.asarray(100)))
+    return {name: 1 / seconds for name, seconds in interleaved(calls, steps).items()}
+
+
+def style(name: str) -> dict[str, Any]:
+    """Formats have a colour each, solid when native and dotted when tiled; what they are compared with is grey."""
+    fmt, _, path = name.partition(" ")
+    if fmt in FORMATS:
+        return {"color": f"C{FORMATS.index(fmt)}", "ls": "-" if path == "native" else ":", "marker": "o", "ms": 3}
+    others = ("dense f32", "dense bf16", "torch int8pack", "torch int4pack", "bitsandbytes nf4")
+    place = others.index(name) if name in others else 0
+    return {"color": str(0.15 * place), "ls": ("-", "--", "-.", (0, (1, 1)), (0, (5, 1)))[place], "lw": 1}
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Ratio over M for the first size, form and dtype measured; needs matplotlib (the extra `plot`)."""
+    import matplotlib.pyplot as plt
+
+    first = results[0]
+    same = [r for r in results if all(r[f] == first[f] for f in ("k", "n", "form", "dtype"))]
+    figure, axes = plt.subplots(figsize=(8, 4))
+    for name in first["ratios"]:
+        axes.plot([r["m"] for r in same], [r["ratios"][name] for r in same], label=name, **style(name))
+    axes.set(xscale="log", yscale="log", xlabel="rows of x", ylabel="time / dense float32 (lower is faster)")
+    axes.set_xticks([r["m"] for r in same], [str(r["m"]) for r in same])
+    ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_title(f"{first['k']} x {first['n']}, {first['dtype']} activations")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one size, four M, float32, fewer rounds")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the first table (needs matplotlib)")
+    parser.add_argument("--sizes", nargs="+", metavar="KxN")
+    parser.add_argument("--m", type=int, nargs="+")
+    parser.add_argument("--forms", nargs="+", choices=("dot", "axpy"))
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of the activations")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--isa", choices=[name for name in ISAS.values() if name != "none"], help="force one")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, default=10.0, help="stop the rounds of one table cell after these")
+    parser.add_argument("--no-decode", action="store_true", help="leave out the decode step")
+    parser.add_argument("--no-tiled", action="store_true", help="leave out the tiled path")
+    parser.add_argument("--no-bf16", action="store_true", help="leave out the dense bf16 product")
+    parser.add_argument("--rivals", action="store_true", help="time other libraries that are installed, too")
+    options = parser.parse_args()
+    options.sizes = options.sizes or (SIZES[:1] if options.quick else SIZES)
+    options.m = options.m or ((1, 4, 16, 128) if options.quick else ROWS_OF_X)
+    options.forms = options.forms or (("dot",) if options.quick else ("dot", "axpy"))
+    options.dtypes = options.dtypes or (("float32",) if options.quick else ("float32", "bfloat16"))
+    options.rounds = options.rounds or (7 if options.quick else 21)
+    options.isa = next((number for number, name in ISAS.items() if name == options.isa), None)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    results: list[dict[str, Any]] = []
+    for size, form, dtype in itertools.product(options.sizes, options.forms, options.dtypes):
+        for m in options.m:
+            results.append(measure(options, size, m, form, dtype))
+            for name in results[-1]["ratios"]:
+                line = f"{size:>11} {form:>4} {dtype:>8} M={m:<4} {name:<16} {results[-1]['ratios'][name]:6.3f}"
+                print(line, verdict(results[-1], name), flush=True)
+    print(table(results))
+    tokens = {} if options.no_decode else decode(tuple(options.formats), 5 if options.quick else 25)
+    for name, rate in tokens.items():
+        print(f"decode step, 8 layers of width 1024, {name:<8} {rate:7.1f} tokens/s  {rate / tokens['f32']:5.2f} x f32")
+    write_json(options.json, results=results, tokens_per_second=tokens)
+    if options.plot:
+        plot(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()
