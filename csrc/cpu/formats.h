@@ -24,7 +24,7 @@ INLINE void unroll(Fn&& f) {
 }
 
 // A group is 4 * lanes consecutive columns of one row, the unit of the kernels that read rows as they are stored.
-// `value<J>` of a group gives, in lane i, column order(J, i) of the group. Reading one touches `overread` bytes behind it.
+// `value<J>` of a group gives, in lane i, column order(J, i) of the group; `sort` puts all four in order. Reading one touches `overread` bytes behind it.
 constexpr int group_columns = 4 * lanes;
 
 // Formats of 1, 2 or 4 bits: a lane holds the bits of 4 neighbours.
@@ -33,6 +33,7 @@ struct Interleaved {
   static constexpr int columns = group_columns, values = 4, overread = 0;
   static constexpr int finest = 4;  // columns that always share a lane, so the smallest block a scale per lane serves
   static constexpr int order(int j, int lane) { return 4 * lane + j; }
+  static INLINE void sort(F (&group)[4]) { interleave(group); }
 };
 
 template <Format format>
@@ -86,6 +87,7 @@ struct Decoder<Format::int8> {
   using Group = const uint8_t*;
   static constexpr int columns = group_columns, values = 4, overread = 0, finest = 0;
   static constexpr int order(int j, int lane) { return lanes * j + lane; }
+  static INLINE void sort(F (&)[4]) {}
 
   static INLINE Group group(const uint8_t* p) { return p; }
   template <int J>
@@ -93,6 +95,15 @@ struct Decoder<Format::int8> {
   template <int J>
   INLINE F value(I bits) const { return signed_byte<J>(bits); }
 };
+
+// Puts the columns of a group in memory in their order.
+template <Format format>
+inline void sort_group(float* group) {
+  F v[4];
+  for (int j = 0; j < 4; ++j) v[j] = load(group + j * lanes);
+  Decoder<format>::sort(v);
+  for (int j = 0; j < 4; ++j) store(group + j * lanes, v[j]);
+}
 
 // Bytes of one group.
 template <Format format>

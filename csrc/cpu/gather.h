@@ -36,9 +36,8 @@ class RowGather {
     for (int64_t n = 0; n < d.cols; n += group_columns) {
       F value[4];
       GroupReader<format>(w, n).read(0, value);
-      float group[group_columns];
-      for (int j = 0; j < 4; ++j) store(group + j * lanes, value[j]);
-      for (int p = 0; p < group_columns; ++p) values[n + Decoder<format>::order(p / lanes, p % lanes)] = group[p];
+      Decoder<format>::sort(value);
+      for (int j = 0; j < 4; ++j) store(values + n + j * lanes, value[j]);
     }
     const float everywhere = d.scale.data && !varies ? load_as_f32(d.scale.data, d.scale.type, first) : 1;
     write_row(values, d.cols, varies && format != Format::nf4 ? factors : nullptr, everywhere, g.out, g.type, i * d.cols);

@@ -82,13 +82,10 @@ class Gemm {
     for (int64_t n = begin; n < end; n += tile) {
       const float* factor = w.along_n ? w.along_n + n : nullptr;
       for (int64_t i = 0; i < p.m; ++i) {
-        const float* from = sums_of(n) + i * tile;
-        float sorted[tile];
-        if constexpr (form == Form::axpy) {
-          for (int at = 0; at < tile; ++at) sorted[column_at<format, form>(at)] = from[at];
-          from = sorted;
-        }
-        write_row(from, min(tile, end - n), factor, w.everywhere, p.y, p.y_type, i * p.n() + n);
+        float* row = sums_of(n) + i * tile;
+        if constexpr (form == Form::axpy)
+          for (int g = 0; g < tile; g += group_columns) sort_group<format>(row + g);
+        write_row(row, min(tile, end - n), factor, w.everywhere, p.y, p.y_type, i * p.n() + n);
       }
     }
   }

@@ -1,7 +1,7 @@
 // Decoding a panel of D, some contracted indices (k) by `tile` outputs (n), for an engine.
 //
 // Where rows of D run along the outputs (axpy form), the columns inside a group keep the order in which they fall out of
-// the codes; `column_at` undoes it at the end. A Sink takes the vectors of two neighbouring k at a time:
+// the codes; `sort_group` undoes it at the end. A Sink takes the vectors of two neighbouring k at a time:
 // put(k, position, even, odd), k even, position a multiple of `lanes` below `tile`.
 #pragma once
 
@@ -14,13 +14,6 @@
 namespace eformer::EFORMER_ISA {
 
 constexpr int tile = 64;
-
-// The output, counted from the first of the tile, at position p of a panel.
-template <Format format, Form form>
-constexpr int column_at(int p) {
-  if (form == Form::dot) return p;
-  return p / group_columns * group_columns + Decoder<format>::order(p % group_columns / lanes, p % lanes);
-}
 
 // -- dot form: outputs are rows of D ---------------------------------------------------------------------------------
 //

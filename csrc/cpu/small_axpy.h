@@ -46,16 +46,9 @@ class SmallAxpy {
     }
     for (int64_t i = 0; i < p.m; ++i) {
       float* row = sums + i * chunk;
-      for (int64_t n = begin; n < end; n += group_columns) sort(row + (n - begin));
+      for (int64_t n = begin; n < end; n += group_columns) sort_group<format>(row + (n - begin));
       write_row(row, end - begin, w.along_n ? w.along_n + begin : nullptr, w.everywhere, p.y, p.y_type, i * p.n() + begin);
     }
-  }
-
-  // Puts the columns of a group in their order.
-  static void sort(float* group) {
-    float from[group_columns];
-    std::memcpy(from, group, sizeof from);
-    for (int at = 0; at < group_columns; ++at) group[Decoder<format>::order(at / lanes, at % lanes)] = from[at];
   }
 
   // Adds rows k0 ... k0 + count - 1 of the group of columns at n.

@@ -103,7 +103,7 @@ class SmallDot {
         std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, w.row_bytes - g * bytes));
         at[c] = rest[c];
       }
-      const Spread existing(per_group, nf4 ? min(per_group, w.blocks - g * D::columns / w.block) : per_group);
+      const Spread existing(per_group, min(per_group, w.blocks - g * D::columns / max(1, w.block)));
       group<m, step>(g, at, scales, existing, acc);
     }
     for (int i = 0; i < m; ++i)

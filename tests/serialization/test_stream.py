@@ -76,8 +76,13 @@ def test_rules_meet_leaves_they_cannot_quantize(tmp_path):
     assert_same(found, {**tree, "w": Array8B.quantize(w, axis=0)})
     empty = files.quantize_file(files.save(tmp_path / "e.safetensors", {}), tmp_path / "o.safetensors", "nf4")
     assert files.load(empty.path) == {}
-    with pytest.raises(files.CheckpointError, match="is the source too"):
-        files.quantize_file(source, source, "nf4")
+    (tmp_path / "split").mkdir()
+    split = files.save(tmp_path / "split" / "m.safetensors", tree, max_shard_size=1)
+    for same in (source, split, split.parent, split.parent / "m.safetensors"):
+        target = source if same == source else split.parent / "m.safetensors"
+        with pytest.raises(files.CheckpointError, match="is the source too"):
+            files.quantize_file(same, target, "nf4")
+    assert_same(files.load(split), tree)
     with pytest.raises(files.CheckpointError, match=r"'w'.*cannot be quantized.*out of range"):
         files.quantize_file(source, tmp_path / "x.safetensors", {"w": {"dtype": "nf4", "axis": 7}})
 

@@ -87,6 +87,18 @@ INLINE void store_bf16(uint16_t* p, F v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
 
+// From v[j] lane i to consecutive values 4 * i + j.
+INLINE void interleave(F (&v)[4]) {
+  const F a = _mm256_unpacklo_ps(v[0], v[1]), b = _mm256_unpackhi_ps(v[0], v[1]);
+  const F c = _mm256_unpacklo_ps(v[2], v[3]), d = _mm256_unpackhi_ps(v[2], v[3]);
+  const F w0 = _mm256_shuffle_ps(a, c, 0x44), w1 = _mm256_shuffle_ps(a, c, 0xee);
+  const F w2 = _mm256_shuffle_ps(b, d, 0x44), w3 = _mm256_shuffle_ps(b, d, 0xee);
+  v[0] = _mm256_permute2f128_ps(w0, w1, 0x20);
+  v[1] = _mm256_permute2f128_ps(w2, w3, 0x20);
+  v[2] = _mm256_permute2f128_ps(w0, w1, 0x31);
+  v[3] = _mm256_permute2f128_ps(w2, w3, 0x31);
+}
+
 // Sixteen values, chosen by the low four bits of each lane.
 struct Table16 {
   F low, high;

@@ -76,6 +76,20 @@ INLINE void store_bf16(uint16_t* p, F v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(shift_right<16>(rounded)));
 }
 
+// From v[j] lane i to consecutive values 4 * i + j.
+INLINE void interleave(F (&v)[4]) {
+  const F a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpackhi_ps(v[0], v[1]);
+  const F c = _mm512_unpacklo_ps(v[2], v[3]), d = _mm512_unpackhi_ps(v[2], v[3]);
+  const F w0 = _mm512_shuffle_ps(a, c, 0x44), w1 = _mm512_shuffle_ps(a, c, 0xee);
+  const F w2 = _mm512_shuffle_ps(b, d, 0x44), w3 = _mm512_shuffle_ps(b, d, 0xee);
+  const F low01 = _mm512_shuffle_f32x4(w0, w1, 0x44), high01 = _mm512_shuffle_f32x4(w0, w1, 0xee);
+  const F low23 = _mm512_shuffle_f32x4(w2, w3, 0x44), high23 = _mm512_shuffle_f32x4(w2, w3, 0xee);
+  v[0] = _mm512_shuffle_f32x4(low01, low23, 0x88);
+  v[1] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+  v[2] = _mm512_shuffle_f32x4(high01, high23, 0x88);
+  v[3] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+}
+
 // Sixteen values, chosen by the low four bits of each lane.
 struct Table16 {
   F values;

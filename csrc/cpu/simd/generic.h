@@ -84,6 +84,12 @@ INLINE void store_bf16(uint16_t* p, F v) {
   for (int i = 0; i < lanes; ++i) p[i] = to_bf16(v[i]);
 }
 
+// From v[j] lane i to consecutive values 4 * i + j.
+INLINE void interleave(F (&v)[4]) {
+  const F w[4] = {v[0], v[1], v[2], v[3]};
+  for (int i = 0; i < lanes; ++i) v[i] = F{w[0][i], w[1][i], w[2][i], w[3][i]};
+}
+
 // Sixteen values, chosen by the low four bits of each lane.
 struct Table16 {
   F quarter[4];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -76,10 +77,17 @@ class GgufFile(Mapping[str, Any]):
             return self._plain(tensor)
         if not dense and tensor.type.name in _GROUPED:
             return self._grouped(tensor, dtype)
-        flat = aligned_empty(int(np.prod(tensor.shape, dtype=np.int64)) * dtype.itemsize).view(dtype)
+        nbytes = math.prod(tensor.shape) * dtype.itemsize
+        return jax.device_put(self.decode_into(aligned_empty(nbytes), name, dtype))
+
+    def decode_into(self, buffer: np.ndarray, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """A tensor stored in blocks, decoded in memory of the caller: bytes, at least as many as it takes."""
+        tensor = self._known(name)
+        size = math.prod(tensor.shape)
+        flat = buffer[: size * np.dtype(dtype).itemsize].view(dtype)
         for start, values in self.decoded_chunks(name):
             flat[start : start + values.size] = values
-        return jax.device_put(flat.reshape(tensor.shape))
+        return flat.reshape(tensor.shape)
 
     def decoded_chunks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Positions and flat f32 values of a tensor stored in blocks, a few at a time."""

@@ -80,13 +80,13 @@ class MappedFile:
 
     # -- without the map, for streaming --------------------------------------------------------------------------------
 
-    def copied(self, name: str) -> np.ndarray:
-        """The tensor in memory of its own, which the map of a whole file would not be."""
+    def read_into(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """The tensor in memory of the caller: bytes, at least as many as it has."""
         entry = self.entry(name)
-        flat = aligned_empty(entry.nbytes)
+        flat = buffer[: entry.nbytes]
         for start in range(0, entry.nbytes, _CHUNK):
             self._fill(flat[start : start + _CHUNK], entry, start)
-        return _truth(flat.view(entry.dtype).reshape(entry.shape))
+        return flat.view(entry.dtype).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         """The bytes of a tensor, a few megabytes at a time; each chunk is overwritten by the next."""

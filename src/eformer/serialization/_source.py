@@ -24,11 +24,11 @@ from ._sets import FileSet, open_set
 
 @dataclasses.dataclass(frozen=True)
 class SourceLeaf:
-    """A leaf of the input: `copy` gives each of its tensors in chunks, `read` a dense one whole."""
+    """A leaf of the input: `copy` gives each of its tensors in chunks, `read` a dense one, into a buffer of bytes."""
 
     leaf: Leaf
     copy: Mapping[str, Callable[[], Iterable[np.ndarray]]]
-    read: Callable[[], np.ndarray] | None = None
+    read: Callable[[np.ndarray], np.ndarray] | None = None
     announce: Callable[[], None] = lambda: None
 
     @property
@@ -40,6 +40,8 @@ class SourceLeaf:
 class Source(Protocol):
     """An input: its leaves in order, what else its checkpoint says, and what tells it from any other."""
 
+    @property
+    def paths(self) -> Sequence[Path]: ...
     @property
     def leaves(self) -> Sequence[SourceLeaf]: ...
     @property
@@ -60,9 +62,9 @@ class SafetensorsSource:
         checkpoint = LazyCheckpoint(files)
         self.structure, self.aliases, self.metadata = files.structure, files.aliases, files.metadata
         self.leaves = [_leaf(info.name, info.tensors, files) for info in map(checkpoint.info, checkpoint)]
-        self.identity = [
-            file_identity(p, d) for p, d in sorted({(f.path, f.descriptor) for f in files.owners.values()})
-        ]
+        opened = sorted({(file.path, file.descriptor) for file in files.owners.values()})
+        self.paths = [files.path, *(path for path, _ in opened)]
+        self.identity = [file_identity(path, descriptor) for path, descriptor in opened]
 
 
 class GgufSource:
@@ -70,6 +72,7 @@ class GgufSource:
 
     def __init__(self, path: str | os.PathLike[str]):
         self._file = GgufFile(path)
+        self.paths = [self._file.path]
         self.structure, self.aliases = NO_STRUCTURE, {}
         described = {k: v for k, v in self._file.metadata.items() if isinstance(v, (str, bool, int, float))}
         self.metadata = {"gguf": json.dumps(described)}
@@ -82,12 +85,13 @@ class GgufSource:
         dtype = np.dtype(np.float32) if tensor.type.dtype is None else named_dtype(tensor.type.dtype)
         leaf = Leaf(name, name, {name: jax.ShapeDtypeStruct(tensor.shape, dtype)})
         if tensor.type.dtype is not None:
-            return SourceLeaf(leaf, {name: lambda: [self._file.plain_view(name)]}, lambda: self._file.plain_view(name))
+            view = functools.partial(self._file.plain_view, name)
+            return SourceLeaf(leaf, {name: lambda: [view()]}, lambda _: view())
         decoded = functools.partial(self._file.decoded_chunks, name)
         return SourceLeaf(
             leaf,
             {name: lambda: (values for _, values in decoded())},
-            lambda: np.asarray(self._file.read(name, dense=True)),
+            lambda buffer: self._file.decode_into(buffer, name),
         )
 
 
@@ -119,7 +123,7 @@ def _leaf(name: str, tensors: Sequence[str], files: FileSet) -> SourceLeaf:
         return SourceLeaf(leaf, copy)
     (tensor,) = tensors
     file = owner[tensor]
-    return SourceLeaf(leaf, copy, lambda: file.copied(tensor), lambda: file.announce(tensor))
+    return SourceLeaf(leaf, copy, lambda buffer: file.read_into(buffer, tensor), lambda: file.announce(tensor))
 
 
 def _is_numpy(leaf: Leaf) -> bool:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from eformer._errors import CheckpointError
 from eformer.ops.quantization._rules import Recipe, Rules, Unused
 
 from . import _contents
 from ._contents import KEY, Contents, Leaf, about, described_leaf
+from ._mapped import aligned_empty
 from ._output import Output
 from ._save import checked_metadata, shards_of
+from ._sets import index_path
 from ._source import Source, SourceLeaf, open_source
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -119,9 +122,11 @@ def quantize_file(
 
 
 def _open(source: str | os.PathLike[str], target: Path) -> Source:
-    if Path(source).resolve() == target.resolve():
+    opened = open_source(source)
+    # The index too: committing the target removes the files of an earlier checkpoint of that name.
+    if {p.resolve() for p in opened.paths} & {target.resolve(), index_path(target).resolve()}:
         raise CheckpointError("is the source too; write to another file.", file=target)
-    return open_source(source)
+    return opened
 
 
 def _plan(source: Source, rules: Rules, axis: int | None) -> list[_Step]:
@@ -175,6 +180,9 @@ def _fingerprint(identity: Any, rules: Rules, axis: Any, contents: Contents, sha
 
 def _run(steps: Sequence[_Step], output: Output, progress: Callable[[Progress], None] | None) -> None:
     total = sum(step.outcome.nbytes_in for step in steps)
+    largest = max((step.outcome.nbytes_in for step in steps if step.recipe is not None), default=0)
+    # One buffer for all: JAX may hold on to the memory of an array for a while after it was deleted.
+    buffer = aligned_empty(largest)
     done = 0
     for number, step in enumerate(steps):
         if number >= output.done:
@@ -182,19 +190,19 @@ def _run(steps: Sequence[_Step], output: Output, progress: Callable[[Progress], 
                 if number + 1 < len(steps):
                     steps[number + 1].source.announce()
                 output.begin()
-                _do(step, output)
+                _do(step, output, buffer)
                 output.finish()
         done += step.outcome.nbytes_in
         if progress is not None:
             progress(Progress(step.outcome.name, done, total))
 
 
-def _do(step: _Step, output: Output) -> None:
+def _do(step: _Step, output: Output, buffer: np.ndarray) -> None:
     if step.recipe is None:
         for name, chunks in step.source.copy.items():
             output.write(name, chunks())
         return
-    dense = jax.device_put(step.source.read())  # pyright: ignore[reportOptionalCall] - planned so
+    dense = jax.device_put(step.source.read(buffer))  # pyright: ignore[reportOptionalCall] - planned so
     made = jax.block_until_ready(step.recipe.quantize(dense))
     dense.delete()
     leaf = described_leaf(step.leaf.name, made, set())
