@@ -32,7 +32,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["ok"] is True
     assert report["timings"] == []
     assert {"python", "eformer", "jax", "jaxlib"} <= set(report["versions"])
-    assert "cpu" in [kernels["backend"] for kernels in report["kernels"]]
+    assert {"cpu", "tpu"} <= {kernels["backend"] for kernels in report["kernels"]}
     assert [(check["format"], check["form"]) for check in report["checks"]] == [
         (fmt, form) for fmt in ("nf4", "int8", "ternary", "binary") for form in ("dot", "axpy")
     ]

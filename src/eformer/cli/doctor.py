@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from eformer.ops.quantization._kernels.tpu import state as tpu_state
 from eformer.ops.quantization.kernels import load_kernels
 
 from . import _selfcheck
@@ -45,7 +46,7 @@ def report(*, timing: bool = True) -> dict[str, Any]:
             "platform": jax.default_backend(),
             "devices": [str(device) for device in jax.devices()],
         },
-        "kernels": load_kernels(),
+        "kernels": [*load_kernels(), tpu_state()],
         "checks": checks,
         "timings": _selfcheck.timings() if timing else [],
         "ok": all(check["ok"] for check in checks),

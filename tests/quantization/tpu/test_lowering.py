@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from eformer.ops.quantization._kernels import qgather, qmatmul, qragged_dot, select
+from eformer.ops.quantization._kernels.tpu import _refusals
 from eformer.ops.quantization._kernels.tpu._pallas import precision
 
 from ..kernel_cases import FORMATS, FORMS, make_case
@@ -126,6 +127,15 @@ def test_explain_names_the_kernel_and_why_not() -> None:
         "not on rocm"
         in dict(select.explain(dataclasses.replace(problem(case, "dot", x), platform="rocm")).rejected)["pallas_tpu"]
     )
+
+
+def test_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(CASES["nf4"], "dot", aval(4, COLS))
+    for kind, name in (("TPU v3", "xla"), ("TPU v4", "pallas_tpu"), ("TPU v5 lite", "pallas_tpu"), ("", "pallas_tpu")):
+        monkeypatch.setattr(_refusals, "chip_kind", lambda kind=kind: kind)
+        choice = select.explain(asked)
+        assert choice.name == name
+        assert name != "xla" or "not TPU v3" in dict(choice.rejected)["pallas_tpu"]
 
 
 def test_precision() -> None:

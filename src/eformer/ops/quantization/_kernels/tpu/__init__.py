@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 
+from eformer import _settings
+
+from ._refusals import chip_kind, refuses_platform
 from ._refusals import refuses_gather as refuses_gather
 from ._refusals import refuses_product as refuses_product
 from ._refusals import refuses_ragged as refuses_ragged
@@ -32,3 +35,13 @@ def qgather(problem: Any, codes: jax.Array, scale: jax.Array | None, indices: ja
     from . import _lookup
 
     return _lookup.qgather(problem, codes, scale, indices, **options)
+
+
+def state() -> dict[str, Any]:
+    """What `doctor` says of these kernels. There is no library to load: Pallas compiles them with the program."""
+    found: dict[str, Any] = {"backend": "tpu", "path": None, "instructions": None}
+    if not _settings.kernels_enabled():
+        return {**found, "state": "turned off (EFORMER_KERNELS)"}
+    if jax.default_backend() != "tpu":
+        return {**found, "state": "there is no such device"}
+    return {**found, "instructions": chip_kind(), "state": refuses_platform("tpu") or "compiled by Pallas"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,6 +16,8 @@ FLOATS = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16))
 SCALES = (*FLOATS, np.dtype(jnp.float16))
 # One row of 8 x 128 words holds 64 values of 128 rows of D, and a scale must not change inside it.
 BLOCK = 64
+# Mosaic multiplies no bfloat16 matrices on these.
+TOO_OLD = ("TPU v2", "TPU v3")
 
 
 def refuses_product(problem: Problem) -> str | None:
@@ -38,7 +41,15 @@ def refuses_gather(problem: Any) -> str | None:
 
 
 def refuses_platform(platform: str) -> str | None:
-    return None if platform == "tpu" else f"its kernels run on the TPU, not on {platform}"
+    if platform != "tpu":
+        return f"its kernels run on the TPU, not on {platform}"
+    kind = chip_kind()
+    return f"it needs a fourth-generation TPU or a later one, not {kind}" if kind.startswith(TOO_OLD) else None
+
+
+def chip_kind() -> str:
+    """The TPU of this machine; empty where there is none, that is when a program is made for another machine."""
+    return jax.local_devices()[0].device_kind if jax.default_backend() == "tpu" else ""
 
 
 def refuses_operands(problem: Problem) -> str | None:
