@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -43,7 +44,7 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
     """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do."""
     lhs, rhs = (q, x) if q_first else (x, q)
     (out,) = compat.result_avals(primitive, [lhs, rhs], params) or [None]
-    if out is None or not jnp.issubdtype(out.dtype, jnp.inexact) or params.get("out_sharding") is not None:
+    if out is None or not jnp.issubdtype(out.dtype, jnp.inexact):
         return NotImplemented
     if q.format not in FORMATS:  # somebody's own format, which the kernels cannot read
         return NotImplemented
@@ -51,6 +52,9 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
     if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
         return NotImplemented  # every matrix of the batch would hold one value of a block
     options = {"out_dtype": out.dtype, "precision": params.get("precision")}
+    wanted = params.get("out_sharding")
+    if wanted is not None and (x.ndim, q.ndim, q_first) == (2, 2, False):
+        options["out_sharding"] = wanted
     y = _unblocked(plan, x, q, options) if plan.blocked is None else _blocked(plan, x, q, options)
     if y is NotImplemented:
         return y
@@ -58,7 +62,7 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
         n_batch, n_x = len(plan.batch), len(plan.x_kept)
         order = [*range(n_batch), *range(n_batch + n_x, y.ndim), *range(n_batch, n_batch + n_x)]
         y = lax.transpose(y, order)
-    return y
+    return y if wanted is None else jax.sharding.reshard(y, wanted)
 
 
 def _blocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:

@@ -13,16 +13,24 @@ from eformer import _jax_compat
 from .problem import Spec
 
 
-def result_sharding(spec: Spec, x: Any, codes: Any) -> NamedSharding | None:
-    """Rows as x has them, columns as the codes have them; None unless an operand has an explicit sharding."""
-    shardings = [_jax_compat.explicit_sharding_of(value) for value in (x, codes)]
+def result_sharding(*axes: tuple[Any, int]) -> NamedSharding | None:
+    """Every axis of the result as an axis of an operand, given as (operand, axis), is sharded.
+
+    None unless an operand has an explicit sharding.
+    """
+    shardings = [_jax_compat.explicit_sharding_of(value) for value, _ in axes]
     known = [s for s in shardings if s is not None]
     if not known:
         return None
-    of_x, of_codes = (_entries(s, v.ndim) for s, v in zip(shardings, (x, codes), strict=True))
-    column = codes.ndim - spec.core_ndim + (spec.form == "axpy")
+    entries = [_entries(s, value.ndim)[axis] for s, (value, axis) in zip(shardings, axes, strict=True)]
     used: set[str] = set()
-    return NamedSharding(known[0].mesh, PartitionSpec(*(_unused(a, used) for a in (*of_x[:-1], of_codes[column]))))
+    return NamedSharding(known[0].mesh, PartitionSpec(*(_unused(entry, used) for entry in entries)))
+
+
+def of_product(spec: Spec, x: Any, codes: Any) -> NamedSharding | None:
+    """Rows as x has them, columns as the codes have them."""
+    column = codes.ndim - spec.core_ndim + (spec.form == "axpy")
+    return result_sharding(*((x, axis) for axis in range(x.ndim - 1)), (codes, column))
 
 
 def in_auto_mode(product: Callable[..., jax.Array], out: NamedSharding, operands: list[jax.Array]) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,11 +13,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from eformer import _jax_compat
 from eformer._errors import QuantizedGradientError
 
-from . import cpu, cuda, lowering, select, tpu
+from . import cpu, cuda, explicit, lowering, select, tpu
 from .avals import agree, result_type
+from .partition_groups import split_lookup
 from .problem import check_names, check_storage, core_ndim
 from .reference import decode
 from .select import Candidate, anything
@@ -65,6 +66,10 @@ class Lookup:
     @property
     def preference(self) -> str:
         return self.table.preference
+
+    def resized(self, rows: int, count: int, cols: int) -> Lookup:
+        """The same lookup in a table of another size."""
+        return dataclasses.replace(self, rows=rows, count=count, table=dataclasses.replace(self.table, cols=cols))
 
 
 def qgather(
@@ -126,9 +131,9 @@ def _bind(table: Table, codes: Any, indices: Any, scale: Any, *, announced: bool
     if not announced:
         select.announce("qgather", CANDIDATES, lookup)
     operands = (codes, indices) if scale is None else (codes, indices, scale)
-    if any(_jax_compat.explicit_sharding_of(o) is not None for o in operands):
-        return _decoded(lookup, codes, scale, indices)  # its own operations know how their results are sharded
-    return qgather_p.bind(*agree(*operands), table=table)
+    rows = functools.partial(qgather_p.bind, table=table)
+    out = explicit.result_sharding((indices, 0), (codes, 1))
+    return rows(*agree(*operands)) if out is None else explicit.in_auto_mode(rows, out, agree(*operands))
 
 
 def _lookup(table: Table, platform: str, codes: Any, indices: Any, scale: Any) -> Lookup:
@@ -182,12 +187,13 @@ def _build(platform: str, split: bool, table: Table) -> Any:
         codes, indices = operands[:2]
         scale = _scale_of(operands)
         lookup = _lookup(table, platform, codes, indices, scale)
-        if split:
-            select.announce_split("qgather", lookup)
-            return _decoded(lookup, codes, scale, indices)
-        return select.choose(CANDIDATES, lookup)[0].run(lookup, codes, scale, indices)
+        return split_lookup(_run, lookup, codes, scale, indices) if split else _run(lookup, codes, scale, indices)
 
     return jax.jit(eformer_qgather)
+
+
+def _run(lookup: Lookup, codes: jax.Array, scale: Any, indices: jax.Array) -> jax.Array:
+    return select.choose(CANDIDATES, lookup)[0].run(lookup, codes, scale, indices)
 
 
 batching.primitive_batchers[qgather_p] = _batch

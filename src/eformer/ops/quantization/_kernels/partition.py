@@ -1,15 +1,16 @@
-"""How a product splits over devices under jit, without moving the codes.
+"""How an operation splits over devices under jit, without moving the codes.
 
-Rows of D and of x, batch axes and blocks may all be sharded. Every device decodes the part of D it holds; when the
-contracted axis is sharded the partial products are summed across devices. A block never splits.
+An operation is described by factors, as in einsum notation: every axis of an operand or of the result stands for one of
+them. A factor may be split as the codes are, or else as the other operands or the result are. Every device computes
+with the part of the codes it holds. Where a factor that is not in the result is split, the partial results are summed
+across devices, and left in parts (a reduce-scatter) where the result is wanted so. A block never splits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,132 +19,133 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .problem import PER_CODE, Problem, padded_cols, problem_of
-from .select import compute
-
 Axes = tuple[str, ...]
+Plan = Mapping[str, Axes]  # mesh axes of every factor that is split
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Mesh axes of every factor of the product: batch axes, rows of x, rows of D, blocks of D."""
+class Rule:
+    """The factors of an operation.
 
-    batch: tuple[Axes, ...]
-    m: Axes
-    r: Axes
-    q: Axes
+    `operands` and `result` name the factor of every axis; "(q s)" is an axis of q groups of s values, which splits
+    between groups only. `counts` are the factors that may be split, with their sizes; `group` is the size of s. The
+    sharding of the operands in `first` decides, in this order: the codes, being the largest, come first.
+    """
 
-    def spec(self, *factors: Axes) -> PartitionSpec:
-        return PartitionSpec(*(axes or None for axes in (*self.batch, *factors)))
+    operands: tuple[tuple[str, ...], ...]
+    result: tuple[str, ...]
+    counts: tuple[tuple[str, int], ...]
+    first: tuple[int, ...]
+    group: int = 1
+
+    @property
+    def text(self) -> str:
+        """The rule in Shardy's notation."""
+        return f"{', '.join(' '.join(axes) for axes in self.operands)} -> {' '.join(self.result)}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Factors that are never split, in order of appearance as Shardy wants them, and sizes it cannot see."""
+        names = self.text.translate(str.maketrans("(),->", "     ")).split()
+        fixed = tuple(dict.fromkeys(name for name in names if name not in dict(self.counts)))
+        sizes = {"s": self.group} if "(q s)" in self.text else {}
+        return {"need_replication_factors": fixed, **sizes}
+
+    @property
+    def contracted(self) -> tuple[str, ...]:
+        """Factors that are summed over, or picked from."""
+        kept = {_factor(label) for label in self.result}
+        return tuple(name for name, _ in self.counts if name not in kept)
 
 
-def partitioned(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The product as an operation XLA's partitioner can split."""
-    spec = problem.spec
-    cols = padded_cols(spec, codes)
-    extra = cols - spec.cols
-    if extra and spec.form == "dot":  # the rule below needs whole blocks
-        x = _pad_last(x, extra)
-    if extra and scale is not None and spec.fmt != "nf4" and scale.shape[-1] != 1:
-        scale = _pad_last(scale, extra)
-    whole = problem_of(dataclasses.replace(spec, cols=cols), problem.platform, x, codes, scale)
-    operands = (x, codes) if scale is None else (x, codes, scale)
-    shapes = tuple(tuple(a.shape) for a in operands)
-    y = _operation(whole, shapes)(*operands)
-    return y[..., : spec.cols] if extra and spec.form == "axpy" else y
+def columns(groups: int, group: int) -> str:
+    """The label of an axis of columns that are stored in groups."""
+    # Shardy refuses a product of factors one of which has size 1.
+    return "q" if group == 1 else "s" if groups == 1 else "(q s)"
 
 
-def _pad_last(array: jax.Array, extra: int) -> jax.Array:
+def pad_last(array: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, extra)])
 
 
-@functools.lru_cache(maxsize=512)
-def _operation(problem: Problem, shapes: tuple[tuple[int, ...], ...]) -> Any:
-    def local(*operands: jax.Array) -> jax.Array:
-        return compute(problem, *_with_scale(operands))
+def operation(rule: Rule, whole: Callable[..., jax.Array], local: Callable[..., jax.Array], out_dtype: Any) -> Any:
+    """An operation XLA can split: `whole(*operands)` where it does not, else `local(plan, *operands)` on every device.
+
+    `local` gives a partial sum where a contracted factor is split, in the dtype it is to be summed in.
+    """
 
     def infer(mesh: Any, args: Sequence[Any], result: Any) -> NamedSharding:
-        return NamedSharding(mesh, _specs(problem, _plan(problem, mesh, args, result))[0])
+        plan = _plan(rule, mesh, args, result)
+        return NamedSharding(mesh, _spec(rule.result, plan))
 
     def partition(mesh: Any, args: Sequence[Any], result: Any) -> tuple[Any, Any, Any, Any]:
-        plan = _plan(problem, mesh, args, result)
-        out, ins = _specs(problem, plan)
-        shardings = tuple(NamedSharding(mesh, spec) for spec in ins[: len(args)])
+        plan = _plan(rule, mesh, args, result)
+        scattered = _scattered(rule, plan, mesh, result)
+        summed = tuple(axis for name in rule.contracted for axis in plan.get(name, ()))
 
         def on_one_device(*operands: jax.Array) -> jax.Array:
             # Shapes are local here, so a mesh the program has set must not annotate anything.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return _local_product(problem, plan, *operands)
+                part = local(plan, *operands)
+                return _sum(part, summed, scattered).astype(out_dtype)
 
-        return mesh, on_one_device, NamedSharding(mesh, out), shardings
+        ins = tuple(NamedSharding(mesh, _spec(labels, plan)) for labels in rule.operands)
+        return mesh, on_one_device, NamedSharding(mesh, _spec(rule.result, plan, scattered)), ins
 
-    operation = custom_partitioning(local)
-    rule, options = _sharding_rule(problem, len(shapes))
-    operation.def_partition(partition, infer, sharding_rule=rule, **options)
-    return operation
-
-
-def _with_scale(operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-    return (*operands, None) if len(operands) == 2 else tuple(operands)  # pyright: ignore[reportReturnType]
+    made = custom_partitioning(whole)
+    made.def_partition(partition, infer, sharding_rule=rule.text, **rule.options)
+    return made
 
 
-def _local_product(problem: Problem, plan: Plan, *operands: jax.Array) -> jax.Array:
-    """What one device does: its own problem, summed over the devices that hold the rest of the contracted axis."""
-    x, codes, scale = _with_scale(operands)
-    spec = dataclasses.replace(problem.spec, cols=padded_cols(problem.spec, codes))
-    mine = problem_of(spec, problem.platform, x, codes, scale)
-    contracted = plan.q if spec.form == "dot" else plan.r
-    if not contracted:
-        return compute(mine, x, codes, scale)
-    part = compute(mine.with_out_dtype(mine.compute_dtype), x, codes, scale)
-    return lax.psum(part, contracted).astype(spec.out_dtype)
+def position(mesh_axes: Axes) -> jax.Array:
+    """Which of the parts along these axes this device holds; for use in `local`."""
+    return lax.axis_index(mesh_axes) if mesh_axes else jnp.zeros((), jnp.int32)
 
 
-def _sharding_rule(problem: Problem, count: int) -> tuple[str, dict[str, Any]]:
-    """The rule in Shardy's einsum notation: q counts stored groups of columns, s the values in one."""
-    spec = problem.spec
-    batch = "".join(f"b{i} " for i in range(len(problem.batch)))
-    group = int(spec.block or PER_CODE[spec.fmt])
-    # Shardy refuses a product of factors one of which has size 1.
-    columns = "q" if group == 1 else "s" if spec.cols == group else "(q s)"
-    k, out = (columns, "r") if spec.form == "dot" else ("r", columns)
-    operands = [f"{batch}m {k}", f"{batch}r q h" if spec.fmt == "nf4" else f"{batch}r q"]
-    fixed = (["s"] if group != 1 else []) + (["h"] if spec.fmt == "nf4" else [])
-    if count == 3:
-        assert problem.scale_shape is not None
-        if spec.fmt == "nf4":
-            operands.append(f"{batch}r q")
-        else:
-            row = "r" if problem.scale_shape[0] == problem.rows else "u"
-            column = columns if problem.scale_shape[1] != 1 else "v"
-            operands.append(f"{batch}{row} {column}")
-    sizes = {"s": group} if columns == "(q s)" else {}
-    rule = f"{', '.join(operands)} -> {batch}m {out}"
-    # Shardy wants the factors that cannot be split in order of appearance.
-    return rule, {"need_replication_factors": tuple(sorted(fixed, key=rule.index)), **sizes}
-
-
-def _plan(problem: Problem, mesh: Any, args: Sequence[Any], result: Any) -> Plan:
-    """Give every factor its mesh axes. Codes come first: they are the largest operand and must stay where they are."""
-    nb = len(problem.batch)
-    x, codes = _axes(args[0]), _axes(args[1])
-    y = _axes(result)
-    free: set[str] = set(mesh.axis_names)
-
-    def claim(size: int, *wishes: Axes) -> Axes:
-        for axes in wishes:
-            if axes and free.issuperset(axes) and size % math.prod(mesh.shape[a] for a in axes) == 0:
+def _plan(rule: Rule, mesh: Any, args: Sequence[Any], result: Any) -> Plan:
+    """Give every factor its mesh axes."""
+    free, plan, counts = set(mesh.axis_names), {}, dict(rule.counts)
+    asked = [(args[i], rule.operands[i]) for i in rule.first]
+    for shaped, labels in (*asked, (result, rule.result)):
+        for label, axes in zip(labels, _axes(shaped), strict=True):
+            name = _factor(label)
+            if name not in counts or name in plan or not axes or not free.issuperset(axes):
+                continue
+            if counts[name] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+                plan[name] = axes
                 free.difference_update(axes)
-                return axes
-        return ()
+    return plan
 
-    r_of_x, q_of_x = ((), x[-1]) if problem.spec.form == "dot" else (x[-1], ())
-    r_of_y, q_of_y = (y[-1], ()) if problem.spec.form == "dot" else ((), y[-1])
-    batch = tuple(claim(problem.batch[i], codes[i], x[i], y[i]) for i in range(nb))
-    r = claim(args[1].shape[nb], codes[nb], r_of_x)
-    q = claim(args[1].shape[nb + 1], codes[nb + 1], q_of_x)
-    m = claim(problem.m, x[nb], y[nb])
-    return Plan(batch, m, r or claim(args[1].shape[nb], r_of_y), q or claim(args[1].shape[nb + 1], q_of_y))
+
+def _scattered(rule: Rule, plan: Plan, mesh: Any, result: Any) -> list[Axes]:
+    """For every axis of the result, mesh axes that are summed over and along which it is wanted in parts."""
+    left = {axis for name in rule.contracted for axis in plan.get(name, ())}
+    found = []
+    for label, size, wanted in zip(rule.result, result.shape, _axes(result), strict=True):
+        held = plan.get(_factor(label), ())
+        more = wanted[len(held) :]
+        fits = left.issuperset(more) and wanted[: len(held)] == held
+        fits = fits and size % math.prod(mesh.shape[axis] for axis in wanted) == 0
+        found.append(more if fits else ())
+        left.difference_update(found[-1])
+    return found
+
+
+def _sum(part: jax.Array, summed: Axes, scattered: Sequence[Axes]) -> jax.Array:
+    for dimension, axes in enumerate(scattered):
+        if axes:
+            part = lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=True)
+    rest = tuple(axis for axis in summed if not any(axis in axes for axes in scattered))
+    return lax.psum(part, rest) if rest else part
+
+
+def _factor(label: str) -> str:
+    return label.strip("()").split()[0]
+
+
+def _spec(labels: Sequence[str], plan: Plan, more: Sequence[Axes] | None = None) -> PartitionSpec:
+    more = more or [()] * len(labels)
+    return PartitionSpec(*((*plan.get(_factor(a), ()), *b) or None for a, b in zip(labels, more, strict=True)))
 
 
 def _axes(shaped: Any) -> list[Axes]:
@@ -151,15 +153,3 @@ def _axes(shaped: Any) -> list[Axes]:
     spec = getattr(getattr(shaped, "sharding", None), "spec", None) or ()
     named = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
     return named + [()] * (len(shaped.shape) - len(named))
-
-
-def _specs(problem: Problem, plan: Plan) -> tuple[PartitionSpec, tuple[PartitionSpec, ...]]:
-    """Shardings of the result and of x, codes, scale."""
-    dot = problem.spec.form == "dot"
-    x = plan.spec(plan.m, plan.q if dot else plan.r)
-    y = plan.spec(plan.m, plan.r if dot else plan.q)
-    if problem.spec.fmt == "nf4":
-        return y, (x, plan.spec(plan.r, plan.q, ()), plan.spec(plan.r, plan.q))
-    rows, cols = problem.scale_shape or (1, 1)
-    scale = plan.spec(plan.r if rows == problem.rows else (), plan.q if cols != 1 else ())
-    return y, (x, plan.spec(plan.r, plan.q), scale)

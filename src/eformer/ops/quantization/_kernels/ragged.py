@@ -7,6 +7,7 @@ cut into tiles of equal height, and a scan multiplies one tile at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Unpack
 
 import jax
@@ -16,10 +17,9 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from eformer import _jax_compat
-
-from . import cpu, cuda, lowering, select, tpu
+from . import cpu, cuda, explicit, lowering, select, tpu
 from .avals import agree, result_type, vary, varying_axes
+from .partition_groups import split_ragged
 from .problem import Options, Problem, Spec, as_operands, check_x, problem_of, spec_of
 from .select import Candidate, anything
 from .spec import bind as bind_product
@@ -75,9 +75,9 @@ def _bind(spec: Spec, x: Any, codes: Any, scale: Any, sizes: Any, *, announced: 
     if not announced:
         select.announce("qragged_dot", CANDIDATES, problem)
     operands = (x, codes, sizes) if scale is None else (x, codes, sizes, scale)
-    if any(_jax_compat.explicit_sharding_of(o) is not None for o in operands):
-        return _tiled(problem, x, codes, scale, sizes)  # its own operations know how their results are sharded
-    return qragged_p.bind(*agree(*operands), spec=spec)
+    product = functools.partial(qragged_p.bind, spec=spec)
+    out = explicit.of_product(spec, x, codes)
+    return product(*agree(*operands)) if out is None else explicit.in_auto_mode(product, out, agree(*operands))
 
 
 def _named(operands: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
@@ -127,11 +127,14 @@ def _build(platform: str, split: bool, spec: Spec) -> Any:
         x, codes, scale, sizes = _named(operands)
         problem = problem_of(spec, platform, x, codes, scale)
         if split:
-            select.announce_split("qragged_dot", problem)
-            return _tiled(problem, x, codes, scale, sizes)
-        return select.choose(CANDIDATES, problem)[0].run(problem, x, codes, scale, sizes)
+            return split_ragged(_run, problem, x, codes, scale, sizes)
+        return _run(problem, x, codes, scale, sizes)
 
     return jax.jit(eformer_qragged_dot)
+
+
+def _run(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, sizes: jax.Array) -> jax.Array:
+    return select.choose(CANDIDATES, problem)[0].run(problem, x, codes, scale, sizes)
 
 
 ad.primitive_jvps[qragged_p] = _jvp

@@ -23,7 +23,7 @@ from eformer._errors import QuantizedGradientError
 
 from . import explicit, lowering, select
 from .avals import agree, result_type
-from .partition import partitioned
+from .partition_matmul import partitioned
 from .problem import Options, Spec, as_operands, check_x, out_shape, problem_of, spec_of
 
 qmatmul_p = Primitive("eformer_qmatmul")
@@ -34,11 +34,12 @@ Keep the quantized array out of the differentiated arguments and train a low-ran
 dense weight and quantize it in the forward pass with `straight_through`."""
 
 
-def qmatmul(x: Any, codes: Any, scale: Any, **options: Unpack[Options]) -> jax.Array:
+def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **options: Unpack[Options]) -> jax.Array:
     """x @ D.T (`form="dot"`) or x @ D (`form="axpy"`) for the matrix D of `cols` columns stored in codes and scale.
 
     x is (..., K) for one matrix, (batch..., M, K) when the codes have batch axes. The result has dtype `out_dtype`, by
-    default that of x; sums are accumulated in float32 or wider.
+    default that of x; sums are accumulated in float32 or wider. `out_sharding` is for meshes with explicit axes:
+    without it rows are sharded as those of x, columns as those of D.
 
     >>> codes = jnp.array([[1, -2], [3, 4]], jnp.int8)
     >>> qmatmul(jnp.array([1.0, 10.0]), codes, jnp.full((1, 1), 0.5), fmt="int8", form="dot", cols=2)
@@ -47,7 +48,7 @@ def qmatmul(x: Any, codes: Any, scale: Any, **options: Unpack[Options]) -> jax.A
     x, codes, scale = as_operands(x, codes, scale)
     spec = spec_of(x, codes, scale, **options)
     check_x(spec, x, codes)
-    return on_floats(spec, x, lambda spec, x: _product(spec, x, codes, scale))
+    return on_floats(spec, x, lambda spec, x: _product(spec, x, codes, scale, out_sharding))
 
 
 def on_floats(spec: Spec, x: jax.Array, product: Callable[[Spec, jax.Array], jax.Array]) -> jax.Array:
@@ -60,24 +61,27 @@ def on_floats(spec: Spec, x: jax.Array, product: Callable[[Spec, jax.Array], jax
     return product(spec, x)
 
 
-def _product(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _product(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None, out_sharding: Any) -> jax.Array:
     """Bring the operands to the shapes the primitive takes."""
     batch = codes.shape[: codes.ndim - spec.core_ndim]
     if scale is not None and scale.ndim == 2 and batch:
         scale = jnp.broadcast_to(scale, (*batch, *scale.shape))
     lead = x.shape[:-1]
-    flat = x if batch else x.reshape(math.prod(lead), x.shape[-1])
-    y = bind(spec, flat, codes, scale)
-    return y if batch else y.reshape(*lead, y.shape[-1])
+    if batch or x.ndim == 2:
+        return bind(spec, x, codes, scale, out_sharding)
+    y = bind(spec, x.reshape(math.prod(lead), x.shape[-1]), codes, scale).reshape(*lead, -1)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
-def bind(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None, *, announced: bool = False) -> jax.Array:
+def bind(
+    spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None, out: Any = None, *, announced: bool = False
+) -> jax.Array:
     """Apply the primitive, and leave a note for `explain` unless the product being transformed has left one."""
     if not announced:
         select.announce("qmatmul", select.CANDIDATES, problem_of(spec, jax.default_backend(), x, codes, scale))
     operands = agree(x, codes) if scale is None else agree(x, codes, scale)
     product = functools.partial(qmatmul_p.bind, spec=spec)
-    out = explicit.result_sharding(spec, x, codes)
+    out = explicit.of_product(spec, x, codes) if out is None else out
     return product(*operands) if out is None else explicit.in_auto_mode(product, out, operands)
 
 
