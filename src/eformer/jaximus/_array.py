@@ -18,7 +18,7 @@ from .. import _errors as errors
 from .. import _jax_compat as compat
 from . import _aval, _fallback
 from ._box import box
-from ._fields import AUX, DECLARED, layout, replaceable_fields
+from ._fields import AUX, DECLARED, Note, layout, replaceable_fields
 from ._operators import ArrayOperators
 
 _CACHES = ("_known", "_aval", "_aux")
@@ -231,7 +231,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         aux, state["_shape"], state["_dtype"], state["_ranks"], note = aux_data
         state.update(zip(fields.aux, aux, strict=True))
         if note is not None and not any(isinstance(state[name], compat.Tracer) for name in fields.children):
-            note, aux_data = None, (*aux_data[:4], None)  # the program it was about has been run
+            note = Note(picked=True) if note.picked else None  # the program of its factor has been run
+            aux_data = (*aux_data[:4], note)
         state["_note"], state["_aux"] = note, aux_data
         state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))
         state["_settled"] = state["_sealed"] = True

@@ -18,6 +18,7 @@ from .. import _jax_compat as compat
 from .. import _settings as settings
 from .._record import record, recording
 from . import _aval
+from ._fields import was_picked
 from ._operators import ArrayOperators
 
 # Part of JAX's compilation key: a program traced under one policy is traced again under another.
@@ -77,7 +78,8 @@ class handling:
 def _notice(q: Any) -> None:
     """Record that `q` is about to be materialized, and let the policy speak if nobody asked for it by name."""
     primitive = None if _state.requested else _state.primitive
-    policy = "allow" if primitive is None else policy_in_force()
+    picked = was_picked(q)
+    policy = "allow" if primitive is None or picked else policy_in_force()
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
         return
@@ -90,7 +92,7 @@ def _notice(q: Any) -> None:
         "dense_bytes": q.size * q.itemsize,
         "where": f"{where[0]}:{where[1]}",
     }
-    record("materialize", shape=q.shape, dtype=q.dtype, **facts)
+    record("decode" if picked else "materialize", shape=q.shape, dtype=q.dtype, **facts)
     if policy == "error":
         raise errors.MaterializationError(errors.REFUSED.format(**facts))
     if warn:

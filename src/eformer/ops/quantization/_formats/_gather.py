@@ -1,4 +1,9 @@
-"""`gather` on storage: rows are picked as codes and scales, so a lookup decodes nothing but what was looked up."""
+"""`gather` on storage: rows are picked as codes and scales, so a lookup decodes nothing but what was looked up.
+
+Where every index asks for one vector (a row of an embedding), the result is noted as picked: it keeps the type, and
+the first operation that needs values decodes it, which is not a materialization. Indices that ask for whole matrices
+(experts) give weights, and those stay under the policy.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from ._shapes import blocked_axis, free
 
 def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
     """The same type with the entries of free axes that `indices` name, or NotImplemented."""
+    indices, params = _without_whole_axes(q, indices, params)
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     blocked = blocked_axis(q)
     if blocked is not None and _picks_blocked(q, numbers, sizes, blocked) and 0 not in q.shape:
@@ -38,7 +44,25 @@ def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
         return NotImplemented
     ndim = indices.ndim - 1 + len(numbers.offset_dims)
     where = None if blocked is None else _position(q, numbers, blocked) - ndim
-    return q.moved(parts, where, sharding=None)
+    one_vector = sum(size != 1 for size in sizes) <= 1 < q.ndim
+    return q.moved(parts, where, sharding=None).as_picked(q.is_picked or one_vector)
+
+
+def _without_whole_axes(q: Any, indices: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    """A slice as long as its axis starts at 0, whatever its index: `vmap` of `dynamic_slice` names such axes too."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    where = numbers.start_index_map
+    kept = [i for i, axis in enumerate(where) if sizes[axis] != q.shape[axis] or q.shape[axis] == 1]
+    if len(kept) == len(where) or not kept or params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        return indices, params
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=numbers.offset_dims,
+        collapsed_slice_dims=numbers.collapsed_slice_dims,
+        start_index_map=tuple(where[i] for i in kept),
+        operand_batching_dims=numbers.operand_batching_dims,
+        start_indices_batching_dims=numbers.start_indices_batching_dims,
+    )
+    return indices[..., jnp.asarray(kept)], {**params, "dimension_numbers": numbers}
 
 
 def _fits(q: Any, numbers: Any, sizes: Sequence[int], blocked: int | None) -> bool:

@@ -165,8 +165,8 @@ def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **para
 
 @register("dot_general")
 def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, **params: Any) -> Any:
-    """The smaller one is decoded, the other stays as it is."""
-    if lhs.size <= rhs.size:
+    """The rows of a lookup are decoded, else the smaller one; the other stays as it is."""
+    if lhs.is_picked or (lhs.size <= rhs.size and not rhs.is_picked):
         return dot_general_right(primitive, lhs.materialize(), rhs, **params)
     return dot_general_left(primitive, lhs, rhs.materialize(), **params)
 

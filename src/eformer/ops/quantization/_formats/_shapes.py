@@ -194,7 +194,8 @@ def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
         count = [1 if s else sizes[axis] for s, axis in zip(shared, axes, strict=True)]
         return lax.dynamic_slice(array, at, (*count, *tail))
 
-    return _rebuilt(q, change, blocked, q.ndim)
+    one_vector = sum(size != 1 for size in sizes) <= 1 < q.ndim
+    return _rebuilt(q, change, blocked, q.ndim).as_picked(q.is_picked or one_vector)
 
 
 def rev(q: Any, dimensions: Sequence[int]) -> Any:
@@ -253,6 +254,7 @@ def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
             return NotImplemented
         return lax.concatenate(pieces, i)
 
+    first = first.as_picked(all(a.is_picked for a in arrays))
     return _rebuilt(first, change, blocked, first.ndim, pad=arrays[-1].pad)
 
 
@@ -267,4 +269,5 @@ def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
         same = all(p.shape == pieces[0].shape for p in pieces)
         return lax.select_n(pred, *pieces) if same else NotImplemented
 
-    return _rebuilt(cases[0], change, blocked_axis(cases[0]), cases[0].ndim)
+    first = cases[0].as_picked(all(c.is_picked for c in cases))
+    return _rebuilt(first, change, blocked_axis(first), first.ndim)
