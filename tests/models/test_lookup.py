@@ -1,0 +1,143 @@
+"""The rows of a quantized embedding are activations: decoded when they are needed, and no materialization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.jaximus import MaterializationError, explain, implicit, materialization_policy, materialize
+from eformer.ops.quantization import dequantize_tree, quantize, quantize_tree
+
+WORDS, SIZE, HEADS, LAYERS = 80, 64, 4, 2
+FORMATS = ("nf4", "int8", "ternary", "binary")
+
+
+def transformer(params: Any, tokens: jax.Array) -> jax.Array:
+    """Tied embedding, scanned layers with attention, as plain functions of `jnp`."""
+    x = jnp.take(params["embed"], tokens, axis=0) * SIZE**0.5
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        h = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+        q, k, v = (jnp.einsum("btd,dhs->bths", h, w[name].reshape(SIZE, HEADS, -1)) for name in "qkv")
+        scores = jax.nn.softmax(jnp.einsum("bths,bchs->bhtc", q, k) / 4)
+        x = x + jnp.einsum("bhtc,bchs->bths", scores, v).reshape(x.shape) @ w["o"]
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return x @ params["embed"].T
+
+
+def model(rng: np.random.Generator) -> Any:
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32)
+
+    layers = {name: normal(LAYERS, SIZE, SIZE) for name in "qkvo"}
+    layers |= {"up": normal(LAYERS, SIZE, 2 * SIZE), "down": normal(LAYERS, 2 * SIZE, SIZE)}
+    return {"embed": normal(WORDS, SIZE), "layers": layers}
+
+
+def table(kind: str = "nf4", *shape: int, axis: int | None = -1) -> Any:
+    rng = np.random.default_rng(len(shape))
+    return quantize(jnp.asarray(rng.standard_normal(shape or (WORDS, SIZE)), jnp.float32), dtype=kind, axis=axis)
+
+
+def test_a_whole_model_runs_where_nothing_may_go_dense():
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, WORDS, (2, 9)))
+    models = {kind: quantize_tree(model(rng), kind, donate=False) for kind in FORMATS}
+    assert all(type(m["embed"]) is not jax.Array for m in models.values())
+
+    def every(models: Any) -> Any:
+        return {kind: transformer(params, tokens) for kind, params in models.items()}
+
+    wanted = jax.jit(every)({kind: dequantize_tree(params) for kind, params in models.items()})
+    with materialization_policy("error"):
+        compiled = jax.jit(implicit(every))(models)
+        found = explain(implicit(transformer))(models["nf4"], tokens)
+    for kind in FORMATS:
+        np.testing.assert_allclose(compiled[kind], wanted[kind], rtol=2e-4, atol=2e-3, err_msg=kind)
+    np.testing.assert_allclose(found.result, wanted["nf4"], rtol=2e-4, atol=2e-3)
+    assert found.materializations == ()
+    decoded = {event.shape for event in found.events if event.kind == "decode"}
+    assert decoded == {(2, 9, SIZE)}
+    assert "decoded the looked-up ArrayNF4(float32[2,9,64]" in str(found)
+
+
+WAYS = {
+    "operators": lambda t, i: t[i] + 1,
+    "moved": lambda t, i: (t[i].astype(jnp.bfloat16) * 2).reshape(3, 4, -1).transpose(1, 0, 2) + 1,
+    "one row": lambda t, i: jnp.sin(t[i[0]]),
+    "mapped": lambda t, i: jax.vmap(lambda j: jnp.sin(t[j]))(i),
+    "joined": lambda t, i: jnp.concatenate([t[i], t[i[:2]]]) + 1,
+    "chosen": lambda t, i: jnp.where(i[0] > 2, t[i], t[i[::-1]]) + 1,
+    "loop": lambda t, i: jax.lax.scan(lambda c, x: (c + x, None), t[i[0]], jnp.ones((3, SIZE)))[0],
+    "function": lambda t, i: jax.jit(lambda rows: jax.nn.gelu(rows))(t[i]),
+}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_rows_may_be_used_however_they_were_looked_up(kind):
+    t, ids = table(kind), jnp.asarray([5, 0, 79, 5, 7, 1, 2, 3, 4, 6, 8, 9])
+
+    def every(t: Any) -> Any:
+        return {name: way(t, ids) for name, way in WAYS.items()}
+
+    wanted = jax.jit(every)(t.materialize())
+    with materialization_policy("error"):
+        several = jax.jit(implicit(every))(t), implicit(every)(t)
+    for found in several:
+        for name, value in found.items():
+            np.testing.assert_allclose(
+                materialize(value).astype(jnp.float32), wanted[name].astype(jnp.float32), rtol=1e-5, err_msg=name
+            )
+
+
+def test_rows_keep_their_type_until_then():
+    t, ids = table(), jnp.asarray([[1, 2], [3, 1]])
+    with materialization_policy("error"):
+        rows = implicit(lambda t: jnp.take(t, ids, axis=0).astype(jnp.bfloat16) * 4)(t)
+    assert type(rows) is type(t)
+    assert jax.tree.structure(rows) == jax.tree.structure(jax.tree.map(lambda leaf: leaf, rows))
+    np.testing.assert_array_equal(rows.materialize(), (t.materialize().astype("bfloat16") * 4)[ids])
+
+
+def test_a_product_decodes_the_rows_and_not_the_weight():
+    """Here the rows are more than the weight, and without a note the smaller one would be decoded."""
+    t, w = table(), table("nf4", SIZE, 8, axis=-2)
+    ids = jnp.arange(WORDS)
+    with materialization_policy("error"):
+        found = explain(implicit(lambda t, w: t[ids] @ w))(t, w)
+    assert [event.shape for event in found.events if event.kind == "decode"] == [(WORDS, SIZE)]
+    np.testing.assert_allclose(found.result, t.materialize() @ w.materialize(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t, experts: t + 1,
+        lambda t, experts: t[3:9] + 1,
+        lambda t, experts: experts[jnp.asarray([1, 0])] + 1,  # matrices, not vectors
+        lambda t, experts: jnp.concatenate([t[jnp.arange(3)], t]) + 1,
+        lambda t, experts: jax.lax.dynamic_slice_in_dim(t, jnp.int32(3), 5, 0) + 1,
+    ],
+)
+def test_stored_arrays_are_still_refused(use):
+    t, experts = table(), table("nf4", 3, SIZE, 32, axis=-2)
+    with materialization_policy("error"), pytest.raises(MaterializationError, match="Refusing to materialize ArrayNF4"):
+        implicit(use)(t, experts)
+
+
+def test_a_function_compiled_for_rows_still_refuses_stored_arrays():
+    t = table()
+    stored = table("nf4", 3, SIZE)
+    shifted = jax.jit(lambda x: x + 1)
+    with materialization_policy("error"):
+        rows = t[jnp.arange(3)]
+        np.testing.assert_allclose(implicit(shifted)(rows), rows.materialize() + 1)
+        with pytest.raises(MaterializationError):
+            implicit(shifted)(stored)
+        np.testing.assert_allclose(implicit(shifted)(rows), rows.materialize() + 1)
