@@ -55,6 +55,10 @@ class QuantizedGradientError(TypeError):
     """A gradient with respect to the stored codes or scales of a quantized array was asked for."""
 
 
+class ProcessError(RuntimeError):
+    """The processes of one program do not agree, or one of them did not answer in time."""
+
+
 class CheckpointError(ValueError):
     """A file cannot be read or written: which file, which tensor, what is wrong, what to do."""
 

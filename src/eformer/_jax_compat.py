@@ -15,6 +15,7 @@ import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import batching as _batching
@@ -222,6 +223,17 @@ def explicit_sharding_of(leaf: Any) -> Any:
 
 def with_sharding_type(aval: Any, sharding: Any) -> Any:
     return aval.update(sharding=sharding)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def distributed_client() -> Any:
+    """The client of the service that joins the processes of one program, or None before `jax.distributed.initialize`.
+
+    Unlike a collective, what it does has a time limit.
+    """
+    return _distributed.global_state.client
 
 
 # -- who is calling ----------------------------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
 from __future__ import annotations
 
 from eformer._errors import CheckpointError as CheckpointError
+from eformer._errors import ProcessError as ProcessError
 
 from . import _builtin as _builtin
 from ._bitsandbytes import from_bitsandbytes as from_bitsandbytes
 from ._bitsandbytes import to_bitsandbytes as to_bitsandbytes
+from ._distributed import load_distributed as load_distributed
+from ._distributed import save_distributed as save_distributed
 from ._gguf import GgufFile as GgufFile
 from ._gguf import load_gguf as load_gguf
 from ._gguf import open_gguf as open_gguf

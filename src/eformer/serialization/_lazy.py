@@ -7,13 +7,13 @@ import os
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from eformer._errors import CheckpointError
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization._formats._base import QuantizedArray
+from eformer.ops.quantization._lora.array import LoraArray
 
 from . import _slices
 from ._contents import about
@@ -22,6 +22,7 @@ from ._header import Entry
 from ._leaves import restore
 from ._mapped import owned
 from ._named import NamedLeaves
+from ._placement import child_specs
 from ._sets import FileSet, open_set
 
 
@@ -73,8 +74,9 @@ class LazyCheckpoint(NamedLeaves):
         name = self.known(name)
         with about(self.path, name):
             leaf, tensors = self._abstract(name)
-            if isinstance(leaf, QuantizedArray):
-                return _slices.read(leaf, tensors, index, lambda t, i: self._on_device(self._owners[t].read(t, i)))
+            if isinstance(leaf, (QuantizedArray, LoraArray)):
+                read: Any = _slices.read if isinstance(leaf, QuantizedArray) else _slices.read_lora
+                return read(leaf, tensors, index, lambda t, i: self._on_device(self._owners[t].read(t, i)))
             raise CheckpointError(
                 f"is of type {type(leaf).__name__}, of which no slices can be read.",
                 fix=f"Read slices of its tensors by their own names: {', '.join(map(repr, self._tensors[name]))}.",
@@ -132,23 +134,28 @@ class LazyCheckpoint(NamedLeaves):
 
     def _read_sharded(self, name: str, sharding: NamedSharding) -> Any:
         leaf, tensors = self._abstract(name)
-        specs = leaf.child_specs(sharding.spec) if isinstance(leaf, ImplicitArray) else sharding.spec
-        if specs is None:
-            raise CheckpointError(f"is of type {type(leaf).__name__}, which does not say how it is split over devices.")
-        flat = jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        by_tensor = {tensors[id(shape)]: spec for shape, spec in zip(jtu.tree_leaves(leaf), flat, strict=True)}
+        by_tensor = child_specs(leaf, tensors, sharding)
+        if by_tensor is None:  # no array
+            return restore(self.description(name), self._fetch)
 
         def fetch(tensor: str, dtype: Any = None, numpy: bool = False) -> Any:
-            del numpy
-            view = self._view(tensor, dtype)
-            placed = NamedSharding(sharding.mesh, by_tensor[tensor])
-            try:
-                return jax.make_array_from_callback(view.shape, placed, lambda index: view[index])
-            except ValueError as err:
-                raise CheckpointError(f"cannot be split as {sharding}: {err}") from err
+            if numpy:
+                return self._fetch(tensor, dtype, numpy)
+            owner, held = self._owners[tensor], {}
+            stored = self.entry(tensor)
+            shape = stored.shape if dtype is None else loaded_shape(stored.shape, stored.dtype, dtype)
+
+            def part(index: Any) -> np.ndarray:
+                key = tuple((cut.start, cut.stop) for cut in index)
+                if key not in held:  # devices with copies of one shard share what was read
+                    read = owner.read(tensor, index)
+                    held[key] = read if dtype is None else from_stored(read, dtype)
+                return held[key]
+
+            return jax.make_array_from_callback(shape, NamedSharding(sharding.mesh, by_tensor[tensor]), part)
 
         made = restore(self.description(name), fetch)
-        return made.with_sharding(sharding) if isinstance(made, QuantizedArray) else made
+        return made.with_sharding(sharding) if isinstance(made, (QuantizedArray, LoraArray)) else made
 
 
 def open_lazy(path: str | os.PathLike[str], *, memory_map: bool = True) -> LazyCheckpoint:

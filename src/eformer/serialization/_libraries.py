@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from eformer._errors import CheckpointError
+from eformer.jaximus import ImplicitArray
 
-from ._contents import about
+from ._contents import about, described_leaf
 from ._state import from_state_dict, to_state_dict
+from ._structure import named_leaves
 from ._types import saved_classes
 
 
@@ -27,7 +29,10 @@ def save_orbax(path: str | os.PathLike[str], tree: Any) -> Path:
 
 
 def load_orbax(path: str | os.PathLike[str], like: Any = None, *, strict: bool = True) -> Any:
-    """Load what `save_orbax` saved; `like` and `strict` as for `load`."""
+    """Load what `save_orbax` saved; `like` and `strict` as for `load`.
+
+    Of a leaf that is split over devices in `like`, each process reads what its devices hold.
+    """
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
@@ -37,9 +42,22 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None, *, strict: bool =
             raise CheckpointError("is no Orbax checkpoint of one tree.", file=path)
         # As NumPy arrays: where they go is decided here, not by the devices there were when they were saved.
         plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
+        for name, sharding in _shardings(like).items():
+            if name in plain.get("tensors", {}):
+                plain["tensors"][name] = ocp.ArrayRestoreArgs(sharding=sharding)
         state = checkpointer.restore(path, restore_args=plain)
     with about(path):
         return from_state_dict(state, like, strict=strict)
+
+
+def _shardings(like: Any) -> dict[str, Any]:
+    """How the stored tensors of `like` are split, for those that are split over devices."""
+    named = [] if like is None else named_leaves(like)[0]
+    taken = {name for name, _ in named}
+    arrays = [(n, v) for n, v in named if isinstance(v, (jax.Array, jax.ShapeDtypeStruct, ImplicitArray))]
+    found = {tensor: x for name, value in arrays for tensor, x in described_leaf(name, value, taken).tensors.items()}
+    shardings = {name: getattr(array, "sharding", None) for name, array in found.items()}
+    return {n: s for n, s in shardings.items() if isinstance(s, jax.sharding.NamedSharding) and s.mesh.size > 1}
 
 
 def to_msgpack(tree: Any) -> bytes:

@@ -16,6 +16,7 @@ from . import _contents
 from ._atomic import atomic_file, raw_bytes, sync_folder
 from ._contents import KEY, Contents, Leaf, about
 from ._header import arrange, build_header
+from ._pieces import Whole
 from ._sets import index_path, read_index
 
 SUFFIX = ".safetensors"
@@ -122,11 +123,26 @@ def commit_index(
 ) -> None:
     """Write the index of a complete set of files: from this moment on it is the checkpoint."""
     described = {**extra, "total_size": total, KEY: _contents.dumped(_contents.tree_metadata(contents))}
+    _write_index(path, described, owners, set(owners.values()))
+
+
+def _write_index(path: Path, described: Mapping[str, Any], owners: Mapping[str, str], files: set[str]) -> None:
     old = _files_of_set(path)
     with atomic_file(index_path(path)) as file:
         file.write(json.dumps({"metadata": described, "weight_map": dict(owners)}, indent=1).encode())
     path.unlink(missing_ok=True)  # a single file of an earlier save
-    _remove(path, old - set(owners.values()))
+    _remove(path, old - files)
+
+
+def commit_pieces(
+    path: Path, contents: Contents, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
+) -> None:
+    """Write the index of a checkpoint whose tensors lie in pieces, in files of these names."""
+    owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
+    pieces = {name: whole.describe() for name, whole in wholes.items()}
+    described = _contents.tree_metadata(contents) | _contents.leaves_metadata(contents.leaves) | {"pieces": pieces}
+    total = sum(leaf.nbytes for leaf in contents.leaves)
+    _write_index(path, {**extra, "total_size": total, KEY: _contents.dumped(described)}, owners, set(names))
 
 
 def remove_old_set(path: Path) -> None:

@@ -14,6 +14,7 @@ from . import _contents
 from ._contents import KEY, NO_STRUCTURE
 from ._header import MAX_HEADER, parse_json
 from ._mapped import MappedFile, open_regular
+from ._pieces import PiecedFiles
 
 INDEX_SUFFIX = ".index.json"
 
@@ -61,7 +62,7 @@ class FileSet:
     """The open files of a checkpoint, and what its metadata says."""
 
     path: Path
-    owners: Mapping[str, MappedFile]
+    owners: Mapping[str, Any]  # MappedFile, or PiecedFiles
     leaves: Mapping[str, Any]
     structure: Any
     aliases: Mapping[str, str]
@@ -76,20 +77,28 @@ def open_set(path: str | os.PathLike[str]) -> FileSet:
         described = _contents.loaded(file.header.metadata.get(KEY), path)
         return _file_set(path, dict.fromkeys(file.header.entries, file), described, [described], file.header.metadata)
     index = read_index(path)
-    files = {name: _member(path, name) for name in sorted(set(index.owners.values()))}
+    first: dict[str, str] = {}  # a tensor of every file, for messages
+    for tensor, name in index.owners.items():
+        first.setdefault(name, tensor)
+    files = {name: _member(path, name, first[name]) for name in sorted(first)}
     for tensor, name in index.owners.items():
         files[name].entry(tensor)  # raises if it is not there
     text = index.metadata.get(KEY)
     if text is not None and not isinstance(text, str):
         raise CheckpointError(f"has metadata under {KEY!r} that is no string.", file=path)
     parts = [_contents.loaded(file.header.metadata.get(KEY), file.path) for file in files.values()]
+    described = _contents.loaded(text, path)
+    if "pieces" in described:
+        pieced = PiecedFiles(path, described["pieces"], files)
+        return _file_set(path, dict.fromkeys(pieced, pieced), described, [described], index.metadata)
     owners = {tensor: files[name] for tensor, name in index.owners.items()}
-    return _file_set(path, owners, _contents.loaded(text, path), parts, index.metadata)
+    return _file_set(path, owners, described, parts, index.metadata)
 
 
-def _member(index: Path, name: str) -> MappedFile:
+def _member(index: Path, name: str, first: str) -> MappedFile:
     try:
-        return MappedFile(index.with_name(name))
+        with _contents.about(index.with_name(name), first):
+            return MappedFile(index.with_name(name))
     except OSError as err:
         what = f"names the file {name!r:.200}, which cannot be opened: {err.strerror}."
         raise CheckpointError(what, file=index, fix="Fetch all files of the checkpoint.") from err

@@ -63,7 +63,7 @@ def place(q: Any, sharding: Any) -> Any:
     if sharding is None:
         return q.replaced(sharding=None)
     named = _named(sharding)
-    _check(q, named)
+    check_fits(q, named)
     specs = child_specs(q, named.spec)
     shardings = jax.tree_util.tree_map(
         lambda s: NamedSharding(named.mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -101,7 +101,8 @@ def _devices_along(mesh: Any, entry: Any) -> int:
     return math.prod(mesh.shape[n] for n in names)
 
 
-def _check(q: Any, sharding: NamedSharding) -> None:
+def check_fits(q: Any, sharding: NamedSharding) -> None:
+    """Raise unless every device gets whole blocks, and as many entries as the others."""
     entries = full_spec(sharding.spec, q.ndim, repr(q))
     for axis, entry in enumerate(entries):
         devices = _devices_along(sharding.mesh, entry)

@@ -1,0 +1,55 @@
+"""Two processes of four devices each, joined by `jax.distributed` on this machine, against one process of eight."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from eformer.serialization import load, open_lazy, save
+
+from . import model
+from .launch import launch
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    mesh = model.mesh_of()
+    expected = model.quantized_on(mesh)
+    save(tmp_path / "plain.safetensors", expected)
+    for output in launch("whole", tmp_path):
+        assert "finished\n\nexit code 0" in output, output
+    # The files: each process wrote about half, and together they are the tree, bit for bit.
+    written = sorted(tmp_path.glob("model-*.safetensors"))
+    assert [path.name[:20] for path in written] == ["model-00001-of-00002", "model-00002-of-00002"]
+    sizes = [path.stat().st_size for path in written]
+    assert max(sizes) < 0.65 * sum(sizes)
+    loaded = load(tmp_path / "model.safetensors")
+    assert open_lazy(tmp_path / "model.safetensors").metadata["note"] == "two processes"
+    assert jax.tree.structure(loaded) == jax.tree.structure(jax.tree.map(lambda x: x, loaded))
+    for mine, theirs in zip(jax.tree.leaves(expected), jax.tree.leaves(loaded), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    # The forward pass and the QLoRA step.
+    wanted = model.results(mesh, expected)
+    for process in range(2):
+        found = np.load(tmp_path / f"results-{process}.npz")
+        assert set(found) == set(wanted)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_process_that_died(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    survivor, dead = launch("killed", tmp_path, seconds=60)
+    assert "exit code 3" in dead
+    assert "refused: process 1 of 2 did not come to 'save killed.safetensors' within 3 seconds" in survivor, survivor
+    assert time.monotonic() - begun < 45
+    assert not list(tmp_path.glob("killed*.index.json"))
+
+
+def test_a_process_that_never_came(tmp_path: Path) -> None:
+    (output,) = launch("missing", tmp_path, started=1, seconds=60)
+    assert "finished" not in output
+    assert "exit code 0" not in output
+    assert "DEADLINE_EXCEEDED" in output or "timed out" in output.lower(), output
