@@ -31,10 +31,9 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def child_specs(leaf: Any, tensors: Mapping[int, str], sharding: NamedSharding) -> dict[str, PartitionSpec] | None:
-    """The spec of every tensor of a leaf whose arrays are shapes (known by id); None for a leaf that is no array."""
-    if not hasattr(leaf, "shape"):
-        return None
+def specs_of(leaf: Any, mesh: Any, spec: Any) -> list[PartitionSpec]:
+    """The spec of every stored array of a leaf, in the order of its pytree, if the leaf can be split so."""
+    sharding = sharding_on(mesh, spec)
     try:
         if isinstance(leaf, QuantizedArray):
             check_fits(leaf, sharding)
@@ -46,7 +45,14 @@ def child_specs(leaf: Any, tensors: Mapping[int, str], sharding: NamedSharding) 
             specs = sharding.spec
     except ShardingError as err:
         raise CheckpointError(f"cannot be split as {sharding.spec}: {err}") from err
-    flat = jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jtu.tree_leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def child_specs(leaf: Any, tensors: Mapping[int, str], sharding: NamedSharding) -> dict[str, PartitionSpec] | None:
+    """The spec of every tensor of a leaf whose arrays are shapes (known by id); None for a leaf that is no array."""
+    if not hasattr(leaf, "shape"):
+        return None
+    flat = specs_of(leaf, sharding.mesh, sharding.spec)
     return {tensors[id(shape)]: spec for shape, spec in zip(jtu.tree_leaves(leaf), flat, strict=True)}
 
 
