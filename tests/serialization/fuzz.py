@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer import serialization as files
+from eformer.ops.quantization import LoraArray
 
 from .gguf_files import gguf_bytes
 from .trees import Outer, dense, random_bits, random_int8, random_nf4
@@ -58,6 +59,7 @@ def small_tree() -> dict[str, Any]:
         "q": q,
         "t": [random_bits(rng, w.shape, 2, "channel"), w],
         "o": outer,
+        "l": LoraArray(random_nf4(rng, w.shape, 8), dense(rng, 16, 2), dense(rng, 2, 6), scale=0.5),
         "n": (np.arange(3), 7, None),
         "b": w > 0,
     }

@@ -90,4 +90,10 @@ register_type(
 register_type(
     Array1B, "onebit", unpack=strict(Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED})
 )
-register_type(LoraArray, "lora")
+register_type(
+    LoraArray,
+    "lora",
+    unpack=strict(
+        LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, {"scale": float, "left": int, "right": int}
+    ),
+)

@@ -8,8 +8,9 @@ from typing import Any
 import jax.tree_util as jtu
 
 from eformer._errors import CheckpointError
-from eformer.ops.quantization._formats._base import Part
+from eformer.ops.quantization._formats._base import Part, QuantizedArray
 from eformer.ops.quantization._formats._shapes import blocked_axis, free
+from eformer.ops.quantization._lora.array import LoraArray
 
 Read = Callable[[str, Any], Any]
 
@@ -31,6 +32,22 @@ def read(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) -> Any:
             whole = _filled(stored, tensors, fetch)
             parts[part.field] = whole.expanded()[part_index(q, part, whole.shape, cuts)]
     return q.moved(parts, q.blocked, pad=pad)
+
+
+def read_lora(q: LoraArray, tensors: Mapping[int, str], index: Any, fetch: Read) -> LoraArray:
+    """As `read`, for a weight with an adapter: each factor is cut along the axes it shares with the weight."""
+    cuts = normalized(index, q.shape)
+    middle = q.ndim - q.right
+    batch, every = middle - q.left, slice(None)
+    if isinstance(q.w, QuantizedArray):
+        w = read(q.w, tensors, tuple(cuts), fetch)
+    elif id(q.w) in tensors:
+        w = fetch(tensors[id(q.w)], tuple(cuts))
+    else:
+        raise CheckpointError(f"is an adapter over a {type(q.w).__name__}, of which no slices can be read.")
+    a = fetch(tensors[id(q.a)], (*cuts[:middle], every))
+    b = fetch(tensors[id(q.b)], (*cuts[:batch], every, *cuts[middle:]))
+    return LoraArray(w, a, b, scale=q.scale, left=q.left, right=q.right)
 
 
 def normalized(index: Any, shape: tuple[int, ...]) -> list[slice]:

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer.jaximus import ImplicitArray, aux_field, materialize
 
+from .._formats import _sharding
 from .._formats._input import is_storage
 
 
@@ -76,6 +78,33 @@ class LoraArray(ImplicitArray, frozen=True):
         dense, update = materialize(self.frozen()), self.update()
         wide = jnp.promote_types(jnp.promote_types(dense.dtype, update.dtype), jnp.float32)
         return (dense.astype(wide) + update.astype(wide)).astype(dense.dtype)
+
+    # -- sharding ------------------------------------------------------------------------------------------------------
+
+    @property
+    def sharding(self) -> Any:
+        """That of `w`."""
+        return getattr(self.w, "sharding", None)
+
+    def child_specs(self, spec: PartitionSpec) -> Any:
+        """One PartitionSpec per stored array: factors are split as the axes they share with `w`, the rank is not."""
+        entries = _sharding.full_spec(spec, self.ndim, repr(self))
+        middle = len(entries) - self.right
+        w = self.w.child_specs(spec) if _is_implicit(self.w) else PartitionSpec(*entries)
+        a = PartitionSpec(*entries[:middle], None)
+        b = PartitionSpec(*entries[: middle - self.left], None, *entries[middle:])
+        return None if w is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, a, b))
+
+    def with_sharding(self, sharding: NamedSharding) -> LoraArray:
+        """A copy split over devices as `sharding` splits the logical array."""
+        specs = self.child_specs(sharding.spec)
+        if _is_implicit(self.w) and not hasattr(self.w, "with_sharding"):
+            raise TypeError(f"{self.w!r} cannot be split over devices.")
+        w = self.w.with_sharding(sharding) if _is_implicit(self.w) else jax.device_put(self.w, sharding)
+        factors = (
+            jax.device_put(x, NamedSharding(sharding.mesh, s)) for x, s in ((self.a, specs.a), (self.b, specs.b))
+        )
+        return self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, *factors))
 
     def __repr__(self) -> str:
         if is_storage(self.w, self.a, self.b):
