@@ -1,0 +1,48 @@
+"""Haiku: parameters are a dict of dicts, so `quantize_tree` and `implicit` are all there is to it.
+
+python examples/inference_haiku.py
+"""
+
+from __future__ import annotations
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from eformer.jaximus import implicit, materialization_policy
+from eformer.ops.quantization import quantize_tree, report
+
+
+@hk.without_apply_rng
+@hk.transform
+def network(tokens: jax.Array) -> jax.Array:
+    """A language model over a window of words, its middle layers stacked and scanned."""
+
+    def layer(x: jax.Array) -> jax.Array:
+        h = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        return x + hk.Linear(256)(jax.nn.relu(hk.Linear(512)(h)))
+
+    x = hk.Embed(512, 64)(tokens).reshape(*tokens.shape[:-1], -1)
+    x = hk.Linear(256, name="inside")(x)
+    x = hk.experimental.layer_stack(4)(layer)(x)
+    return hk.Linear(512, name="head")(x)
+
+
+def main() -> None:
+    windows = jax.random.randint(jax.random.key(1), (16, 8), 0, 512)
+    params = jax.jit(network.init)(jax.random.key(0), windows)
+    exact = jax.jit(network.apply)(params, windows)
+    run = jax.jit(implicit(network.apply))
+    mixes = {"int8": "int8", "mixed": {"head/*": "int8", "*": {"dtype": "nf4", "block_size": 32}}}
+    print(f"{'':6} {'bits/weight':>12} {'error of the logits':>20} {'same word':>10}")
+    for name, rules in mixes.items():
+        quantized = quantize_tree(params, rules, donate=False)
+        with materialization_policy("error"):
+            logits = run(quantized, windows)
+        error = jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact)
+        same = jnp.mean(logits.argmax(-1) == exact.argmax(-1))
+        print(f"{name:6} {report(quantized).bits_per_weight:12.2f} {error:20.4f} {same:10.0%}")
+
+
+if __name__ == "__main__":
+    main()
