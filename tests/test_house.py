@@ -35,7 +35,9 @@ LAYERS: list[tuple[str, ...]] = [
     ("eformer.jaximus", "eformer.ops.quantization._kernels"),
     ("eformer.ops.quantization._formats",),
     ("eformer.ops.quantization", "=eformer.ops"),
-    ("eformer.serialization", "eformer.integrations", "eformer.cli"),
+    ("eformer.serialization", "eformer.integrations"),
+    ("eformer.demo",),
+    ("eformer.cli",),
     ("=eformer", "=eformer.__main__"),
 ]
 # Rooms that may import less than their layer allows.

@@ -8,28 +8,63 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from eformer._errors import CheckpointError
+
+from ._fail import FAILED, Failure
 from ._versions import version
 
 # name -> (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("eformer.cli.demo", "a language model in every format: sizes, quality, speed, training, a picture"),
+    "quantize": ("eformer.cli.quantize", "quantize a checkpoint, a tensor at a time"),
+    "inspect": ("eformer.cli.inspect", "list what is in a safetensors or GGUF file"),
+    "report": ("eformer.cli.report", "bits per weight, sizes and errors of a checkpoint"),
+    "generate": ("eformer.cli.generate", "continue a text with a language model"),
+    "bench": ("eformer.cli.bench", "time products with quantized matrices against dense ones"),
     "doctor": ("eformer.cli.doctor", "versions, native kernels, a self-check and a few timings"),
 }
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. `argv` is by default that of the process."""
+    """Run one command and return its exit status: 0 for success, 1 for failure, 2 for wrong use.
+
+    `argv` is by default that of the process.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
     name, *rest = given
     module, text = COMMANDS[name]
     command = importlib.import_module(module)
-    parser = argparse.ArgumentParser(prog=f"eformer {name}", description=text)
+    parser = argparse.ArgumentParser(prog=f"eformer {name}", description=f"{text[0].upper()}{text[1:]}.")
     command.add_arguments(parser)
-    return command.run(parser.parse_args(rest))
+    options = parser.parse_args(rest)
+    return _guarded(name, lambda: command.run(options))
+
+
+def _guarded(name: str, run: Callable[[], int]) -> int:
+    """Errors that are no bugs become one line; others keep their traceback."""
+    try:
+        return run()
+    except Failure as err:
+        return _said(name, err, err.status)
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (CheckpointError, OSError) as err:
+        return _said(name, err, FAILED)
+    except KeyboardInterrupt:
+        return _said(name, "interrupted", INTERRUPTED)
+
+
+def _said(name: str, what: object, status: int) -> int:
+    print(f"eformer {name}: {' '.join(str(what).split())}", file=sys.stderr)
+    return status
 
 
 def _without_command(given: list[str]) -> int:

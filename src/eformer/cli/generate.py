@@ -1,0 +1,115 @@
+"""`eformer generate`: continue a text with a language model, dense or quantized."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from eformer.demo import char, generation, llama_file, packages, text
+from eformer.demo.formats import FORMATS, quantized
+from eformer.ops.quantization import report as report_of
+from eformer.serialization import GgufFile
+
+from . import _files
+from ._fail import OK, WrongUse
+from ._text import add_json, print_json
+
+_CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+_STORED = "stored"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        help="a GGUF file of a LLaMA model, a safetensors file `eformer quantize` made of one, or one of the models "
+        "of the demonstration: char, smollm2",
+    )
+    parser.add_argument("--prompt", default="The ", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the words of a chat (ChatML)")
+    parser.add_argument("--tokens", type=int, default=64, help="how many to make, at most (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="of the dice")
+    parser.add_argument(
+        "--format",
+        choices=(_STORED, *FORMATS),
+        default=_STORED,
+        help="quantize the weights to this first (default: leave them as the file has them)",
+    )
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate, and print pieces of text as they come."""
+    if options.tokens < 1 or options.temperature < 0:
+        raise WrongUse(f"--tokens {options.tokens} and --temperature {options.temperature} must be positive.")
+    shape, params, tokenizer, end = _load(options.model, dense=options.format != _STORED)
+    if options.format != _STORED:
+        params = quantized(params, [options.format])[options.format]
+    asked = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = tokenizer.encode(_CHAT.format(asked) if options.chat else asked)
+    if not len(prompt):
+        raise WrongUse("--prompt is empty; give at least one character.")
+    begun = time.perf_counter()
+    pieces = generation.generate(
+        shape, params, prompt, options.tokens, temperature=options.temperature, seed=options.seed
+    )
+    made, seconds = [], []
+    say = (lambda what: None) if options.json else (lambda what: print(what, end="", flush=True))
+    say("" if options.chat else asked)
+    for piece in pieces:
+        seconds.append(time.perf_counter() - begun)
+        ended = end in piece.tolist()
+        before = tokenizer.decode(made)
+        made += piece.tolist()[: piece.tolist().index(end)] if ended else piece.tolist()
+        say(tokenizer.decode(made)[len(before) :])
+        if ended:
+            break
+    _finish(options, _facts(options, made, tokenizer.decode(made), seconds, params))
+    return OK
+
+
+def _finish(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    if options.json:
+        print_json(found)
+    else:
+        print()
+        print(_summary(found), file=sys.stderr)
+
+
+def _load(model: str, *, dense: bool) -> tuple[Any, Any, Any, int | None]:
+    """Sizes, weights, tokenizer, and the token that ends a text."""
+    if model == "char":
+        return char.SHAPE, char.load_params(), text, None
+    path = packages.model_file(*packages.SMOLLM2) if model == "smollm2" else Path(model)
+    opened = _files.open_checkpoint(path)
+    if dense and not isinstance(opened, GgufFile):
+        raise WrongUse("--format quantizes dense weights; this file is quantized already, so leave --format out.")
+    shape, params, tokenizer = llama_file.read(opened, dense=dense)
+    return shape, params, tokenizer, llama_file.notes_of(opened).get("tokenizer.ggml.eos_token_id")
+
+
+def _facts(
+    options: argparse.Namespace, made: list[int], written: str, seconds: list[float], params: Any
+) -> dict[str, Any]:
+    later = generation.CHUNK * (len(seconds) - 1) / (seconds[-1] - seconds[0]) if len(seconds) > 1 else None
+    sizes = report_of(params)
+    return {
+        "model": options.model,
+        "format": options.format,
+        "nbytes": sizes.nbytes,
+        "bits_per_weight": sizes.bits_per_weight,
+        "text": written,
+        "tokens": made,
+        "tokens_per_second": later,
+        "seconds_to_first": seconds[0],
+    }
+
+
+def _summary(found: dict[str, Any]) -> str:
+    rate = found["tokens_per_second"]
+    speed = "" if rate is None else f", {rate:,.1f} tokens/s after the first {generation.CHUNK}"
+    size = f"{found['nbytes'] / 1e6:,.1f} MB, {found['bits_per_weight']:.2f} bits per weight"
+    return f"[{len(found['tokens'])} tokens{speed}; {size}; compiled in {found['seconds_to_first']:.1f} s]"

@@ -1,0 +1,128 @@
+"""`eformer quantize`: from one checkpoint to a quantized one, a tensor at a time."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+from eformer._errors import CheckpointError
+from eformer.ops.quantization import QuantizationType
+from eformer.ops.quantization._tree.plan import MIN_SIZE, SKIP
+from eformer.ops.quantization._tree.progress import Progress, reporter
+from eformer.ops.quantization._tree.roles import GROUPS
+from eformer.serialization import StreamReport, quantize_file
+
+from . import _files, _rules
+from ._fail import OK, WrongUse
+from ._text import add_json, print_json, print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(str(kind) for kind in QuantizationType)
+    parser.add_argument("source", type=Path, help="a safetensors file, an index, a folder of them, or a GGUF file")
+    parser.add_argument("target", type=Path, help="the safetensors file to write")
+    parser.add_argument(
+        "--format", default="nf4", help=f"for matrices no rule matches: {names}, or none (default: nf4)"
+    )
+    parser.add_argument("--double-quant", action="store_true", help="for --format nf4: quantize the scales too")
+    parser.add_argument("--block-size", type=int, help="for --format nf4: values that share a scale (default: 64)")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="a glob over paths, or a regular expression after re:, and a format or none; the first that matches wins",
+    )
+    parser.add_argument("--rules", type=Path, metavar="JSON", help="a file with an object pattern -> format or options")
+    parser.add_argument("--axis", type=int, help="the axis to quantize along (default: the contracted one, by name)")
+    parser.add_argument("--min-size", type=int, default=MIN_SIZE, help=f"smaller ones stay dense (default: {MIN_SIZE})")
+    parser.add_argument(
+        "--skip",
+        default=",".join(SKIP),
+        metavar="GROUPS",
+        help=f"what stays dense, of {', '.join(GROUPS)} (default: {','.join(SKIP)})",
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="split the result into files of this size, such as 2GB"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Quantize the file; rules that decided nothing are named on the way."""
+    opened = _files.open_checkpoint(options.source)
+    decided = _rules.decide(_files.tensors(opened), _rules.from_options(options))
+    if options.dry_run:
+        found = _rules.described(decided)
+        print_json(found) if options.json else show_plan(found)
+        return OK
+    notes = _rules.tokenizer_notes(opened)
+    with reporter(False if options.quiet else None, "quantizing") as tell:
+        try:
+            done = quantize_file(
+                options.source,
+                options.target,
+                decided.rules,
+                max_shard_size=options.max_shard_size,
+                metadata=notes,
+                progress=lambda step: tell(Progress(step.name, step.done, step.total)),
+            )
+        except CheckpointError:
+            raise
+        except ValueError as err:  # a size that cannot be read
+            raise WrongUse(str(err)) from err
+    found = summary(done, decided.warnings)
+    print_json(found) if options.json else show(found)
+    return OK
+
+
+def summary(done: StreamReport, warnings: list[str]) -> dict[str, Any]:
+    """What was done, as plain data."""
+    formats: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    for leaf in done.leaves:
+        sums = formats[leaf.format]
+        sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + leaf.nbytes_in, sums[2] + leaf.nbytes_out
+    return {
+        "file": str(done.path),
+        "formats": {k: dict(zip(("tensors", "nbytes_in", "nbytes_out"), v, strict=True)) for k, v in formats.items()},
+        "nbytes_in": done.nbytes_in,
+        "nbytes_out": done.nbytes_out,
+        "seconds": done.seconds,
+        "bytes_per_second": done.nbytes_in / max(done.seconds, 1e-9),
+        "resumed": done.resumed,
+        "warnings": warnings,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """The same for people."""
+    print_table(
+        found["file"],
+        ["format", "tensors", "bytes before", "bytes after"],
+        [
+            [name, str(f["tensors"]), f"{f['nbytes_in']:,}", f"{f['nbytes_out']:,}"]
+            for name, f in found["formats"].items()
+        ],
+    )
+    share = found["nbytes_out"] / max(found["nbytes_in"], 1)
+    print(
+        f"{found['nbytes_in'] / 1e6:,.1f} MB to {found['nbytes_out'] / 1e6:,.1f} MB ({share:.1%}) in "
+        f"{found['seconds']:.1f} s, {found['bytes_per_second'] / 1e6:,.0f} MB/s"
+    )
+    if found["resumed"]:
+        print(f"{found['resumed']} tensors were done by an earlier run")
+    for line in found["warnings"]:
+        print(f"warning: {line}")
+
+
+def show_plan(found: dict[str, Any]) -> None:
+    """What would be done, for people."""
+    rows = [[t["path"], t["format"], json.dumps(t["axis"]), t["reason"]] for t in found["tensors"]]
+    print_table("plan", ["path", "format", "axis", "why it stays"], rows)
+    for line in found["warnings"]:
+        print(f"warning: {line}")

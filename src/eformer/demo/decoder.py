@@ -1,0 +1,119 @@
+"""A decoder-only transformer shaped like LLaMA in plain JAX, for weights of any kind: `x @ w`, whatever `w` is.
+
+Layers are stacked along their first axis and scanned. The head is the embedding, transposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eformer.jaximus import implicit, materialize
+
+Params = dict[str, Any]
+Cache = tuple[jax.Array, jax.Array]  # keys and values, (layers, batch, context, heads, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; what its weights do not say."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    rope_base: float = 10000.0
+    epsilon: float = 1e-5
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+
+def init(shape: Shape, key: jax.Array) -> Params:
+    """Random weights, (in, out) each."""
+    inner, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sizes = {"q": (shape.width, inner), "k": (shape.width, kv), "v": (shape.width, kv), "o": (inner, shape.width)}
+    sizes |= {"gate": (shape.width, shape.hidden), "up": (shape.width, shape.hidden)}
+    sizes |= {"down": (shape.hidden, shape.width)}
+    first, *keys = jax.random.split(key, 1 + len(sizes))
+    layers = {
+        name: jax.random.normal(k, (shape.layers, *size)) * size[0] ** -0.5
+        for k, (name, size) in zip(keys, sizes.items(), strict=True)
+    }
+    norms = {name: jnp.ones((shape.layers, shape.width)) for name in ("norm_attention", "norm_mlp")}
+    embedding = jax.random.normal(first, (shape.vocabulary, shape.width)) * shape.width**-0.5
+    return {"embedding": embedding, "layers": {**layers, **norms}, "norm": jnp.ones(shape.width)}
+
+
+def make_cache(shape: Shape, batch: int, context: int, dtype: Any = jnp.float32) -> Cache:
+    """Room for `context` tokens."""
+    size = (shape.layers, batch, context, shape.kv_heads, shape.head_size)
+    return jnp.zeros(size, dtype), jnp.zeros(size, dtype)
+
+
+def forward(shape: Shape, params: Params, tokens: jax.Array) -> jax.Array:
+    """Logits (batch, time, vocabulary) of whole texts."""
+    return decode(shape, params, tokens, None, jnp.asarray(0))[0]
+
+
+@implicit
+def decode(shape: Shape, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
+    """Logits of tokens (batch, time) that begin at position `start`, and the cache with them filled in."""
+    places = start + jnp.arange(tokens.shape[1])
+    # Said here because it is meant: of the whole table only the rows that were looked up are decoded.
+    x = materialize(params["embedding"][tokens])
+
+    def layer(carry: Any, weights: tuple[Params, jax.Array]) -> tuple[Any, None]:
+        x, cache = carry
+        w, number = weights
+        h, cache = _attention(shape, w, _norm(x, w["norm_attention"], shape.epsilon), cache, number, places)
+        x = x + h
+        h = _norm(x, w["norm_mlp"], shape.epsilon)
+        return (x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], cache), None
+
+    (x, cache), _ = jax.lax.scan(layer, (x, cache), (params["layers"], jnp.arange(shape.layers)))
+    return _norm(x, params["norm"], shape.epsilon) @ params["embedding"].T, cache
+
+
+def _attention(
+    shape: Shape, w: Params, x: jax.Array, cache: Cache | None, number: jax.Array, places: jax.Array
+) -> tuple[jax.Array, Cache | None]:
+    def heads(name: str, count: int) -> jax.Array:
+        return (x @ w[name]).reshape(*x.shape[:-1], count, shape.head_size)
+
+    q = _rotate(heads("q", shape.heads), places, shape.rope_base)
+    keys, values = _rotate(heads("k", shape.kv_heads), places, shape.rope_base), heads("v", shape.kv_heads)
+    there = places
+    if cache is not None:
+        begin = (number, 0, places[0], 0, 0)
+        filled = [
+            jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), begin)
+            for old, new in zip(cache, (keys, values), strict=True)
+        ]
+        keys, values = (part[number].astype(x.dtype) for part in filled)
+        cache, there = (filled[0], filled[1]), jnp.arange(keys.shape[1])
+    q = q.reshape(*q.shape[:2], shape.kv_heads, -1, shape.head_size)  # queries share keys in groups
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, keys) * shape.head_size**-0.5
+    scores = jnp.where(there <= places[:, None], scores.astype(jnp.float32), -jnp.inf)
+    mixed = jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
+    return mixed.reshape(*x.shape[:-1], -1) @ w["o"], cache
+
+
+def _norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)).astype(x.dtype) * weight
+
+
+def _rotate(x: jax.Array, places: jax.Array, base: float) -> jax.Array:
+    """Turn neighbouring pairs of (batch, time, heads, size) by angles that grow with the position."""
+    half = x.shape[-1] // 2
+    angle = places[:, None, None] * base ** (-jnp.arange(half) / half)
+    a, b = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    turned = a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)
+    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)

