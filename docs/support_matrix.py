@@ -1,6 +1,8 @@
-"""Prints which operation does what with which format, found by running each of them. No cell is written by hand.
+"""Prints which operation does what with which format, and which kernel computes it where. No cell is written by hand.
 
 python docs/support_matrix.py
+
+The first table is found by running each operation:
 
 - exact: the result has the same type; codes and scales were moved, or a factor was multiplied into the scale.
 - kernel, tiled, reference: a product, computed by a native kernel, by the tiled path that decodes one panel at a time,
@@ -9,6 +11,10 @@ python docs/support_matrix.py
 - materializes: the array becomes dense first. Right, and never silent (see `materialization_policy`).
 
 Every result is also compared with that of the same operation on the dense array: equal to rounding.
+
+The second table has a row for every product, grouped product and lookup of every format, and a column for every
+backend. `cpu` and `tiled` are run here and compared with the reference; `tpu` is lowered for a TPU, and must have a
+kernel of its own in the program; `cuda` is what the selection answers for a GPU. Other cells say why there is none.
 """
 
 import jax
@@ -16,8 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from eformer.cli._selfcheck import random_storage
 from eformer.jaximus import explain, implicit, leaf_predicate, materialization_policy, materialize
 from eformer.ops.quantization import quantize
+from eformer.ops.quantization._kernels import gather, qgather, qmatmul, qragged_dot, ragged, select
+from eformer.ops.quantization._kernels.cuda._refusals import refuses_machine
+from eformer.ops.quantization._kernels.problem import FORMS, problem_of, spec_of
+from eformer.ops.quantization._kernels.switch import is_kernel_available
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 K, N, EXPERTS = 256, 128, 3  # more than 2**14 values, below which the reference is the quicker choice
@@ -126,6 +137,127 @@ def check(operations, q):
             assert np.abs(a - b).max() <= 1e-5 * (1 + np.abs(b).max()), (name, q)
 
 
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+# A product of bfloat16 x with random storage, in the shape of each operation: (operands -> result, its problem).
+ROWS, M = 128, 8
+
+
+def product(fmt, form, codes, scale):
+    x = normal(M, K if form == "dot" else ROWS).astype(jnp.bfloat16)
+    options = {"fmt": fmt, "form": form, "cols": K}
+
+    def run(preference):
+        return lambda x, c, s: qmatmul(x, c, s, preference=preference, **options)
+
+    def asked(platform):
+        return select.CANDIDATES, problem_of(spec_of(x, codes, scale, **options), platform, x, codes, scale)
+
+    return (x, codes, scale), run, asked
+
+
+def groups(fmt, form, codes, scale):
+    codes, scale = (jnp.stack([part] * EXPERTS) for part in (codes, scale))
+    x = normal(M, K if form == "dot" else ROWS).astype(jnp.bfloat16)
+    options = {"fmt": fmt, "form": form, "cols": K}
+    counts = jnp.array([3, 0, 5])
+
+    def run(preference):
+        return lambda x, c, s: qragged_dot(x, c, s, counts, preference=preference, **options)
+
+    def asked(platform):
+        return ragged.CANDIDATES, problem_of(spec_of(x, codes, scale, **options), platform, x, codes, scale)
+
+    return (x, codes, scale), run, asked
+
+
+def lookup(fmt, form, codes, scale):
+    del form
+    rows = jnp.array([3, 0, 90])
+    options = {"fmt": fmt, "cols": K, "dtype": jnp.bfloat16}
+
+    def run(preference):
+        return lambda i, c, s: qgather(c, s, i, preference=preference, **options)
+
+    def asked(platform):
+        block = 2 * codes.shape[-1] if fmt == "nf4" else None
+        table = gather.Table(fmt, K, block, np.dtype(jnp.bfloat16), "native")
+        return gather.CANDIDATES, gather.Lookup(table, platform, ROWS, rows.size, np.dtype(scale.dtype))
+
+    return (rows, codes, scale), run, asked
+
+
+KERNELS = {
+    **{f"`x @ D{'.T' * (form == 'dot')}` ({form})": (product, form) for form in FORMS},
+    **{f"groups of rows, {form}": (groups, form) for form in FORMS},
+    "rows looked up": (lookup, "dot"),
+}
+
+
+def refusal(name, platform, asked):
+    """Why a kernel is not chosen on a platform, or None."""
+    chosen, choice = select.choose(*asked(platform))
+    return None if chosen.name == name else dict(choice.rejected)[name]
+
+
+def together(cases, preference):
+    """One program with the operation in every format, and its operands."""
+    runs = [run(preference) for _, run, _ in cases]
+    return jax.jit(lambda all_of_them: [run(*o) for run, o in zip(runs, all_of_them, strict=True)]), [
+        c[0] for c in cases
+    ]
+
+
+def on_cpu(cases):
+    """Run with native kernels, and compare with the reference."""
+    if not is_kernel_available():
+        return ["not built here" for _ in cases]
+    refused = [refusal("native_cpu", "cpu", asked) for _, _, asked in cases]
+    program, operands = together([c for c, why in zip(cases, refused, strict=True) if why is None], "native")
+    compiled = program.lower(operands).compile(QUICK)
+    assert compiled.as_text().count('custom_call_target="eformer_cpu_') == len(operands)
+    compare(compiled(operands), cases, refused)
+    return ["kernel" if why is None else f"no: {why}" for why in refused]
+
+
+def on_tpu(cases):
+    """Lower for a TPU; the program must hold a kernel for each."""
+    refused = [refusal("pallas_tpu", "tpu", asked) for _, _, asked in cases]
+    program, operands = together([c for c, why in zip(cases, refused, strict=True) if why is None], "native")
+    text = program.trace(operands).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == len(operands)
+    return ["kernel" if why is None else f"no: {why}" for why in refused]
+
+
+def on_cuda(cases):
+    """Ask; a library that was not built here is no reason of the kernel's own."""
+    refused = [refusal("native_cuda", "cuda", asked) for _, _, asked in cases]
+    return ["kernel" if why in (None, refuses_machine("cuda")) else f"no: {why}" for why in refused]
+
+
+def tiled(cases):
+    program, operands = together(cases, "xla")
+    compare(program.lower(operands).compile(QUICK)(operands), cases, [None] * len(cases))
+    return ["yes" for _ in cases]
+
+
+def compare(found, cases, refused):
+    program, operands = together([c for c, why in zip(cases, refused, strict=True) if why is None], "reference")
+    for a, b in zip(found, program.lower(operands).compile(QUICK)(operands), strict=True):
+        a, b = (np.asarray(v, np.float32) for v in (a, b))
+        assert np.abs(a - b).max() <= 1e-2 * np.abs(b).max()  # results are bfloat16
+
+
+BACKENDS = {"cpu": on_cpu, "cuda": on_cuda, "tpu": on_tpu, "tiled": tiled}
+
+
+def kernel_rows():
+    for name, (operation, form) in KERNELS.items():
+        cases = [operation(fmt, form, *map(jnp.asarray, random_storage(fmt, ROWS, K))) for fmt in FORMATS]
+        columns = [ask(cases) for ask in BACKENDS.values()]
+        yield from ([name, *row] for row in zip(FORMATS, *columns, strict=True))
+
+
 def main():
     print(f"JAX {jax.__version__} on {jax.default_backend()}, w of shape {(K, N)}\n")
     print("| operation |", " | ".join(FORMATS), "|")
@@ -136,6 +268,11 @@ def main():
             check(operations, q)
         for name, operation in operations.items():
             print(f"| {name} |", " | ".join(cell(operation, q) for q in arrays), "|")
+    print(f"\nKernels for bfloat16 x and a stored matrix D of {ROWS} rows and {K} columns, blocks of 64\n")
+    print("| operation | format |", " | ".join(BACKENDS), "|")
+    print("|---" * (len(BACKENDS) + 2) + "|")
+    for row in kernel_rows():
+        print("|", " | ".join(row), "|")
 
 
 main()
