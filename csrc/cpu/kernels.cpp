@@ -38,7 +38,7 @@ void product(const Product& p, Runtime& runtime) {
     if (Table<format, Form::axpy>::takes(p)) return Table<format, Form::axpy>::run(p, runtime);
   }
   if constexpr (format == Format::nf4) {
-    using Wide = SmallDot<WideNf4, registers == 32 ? 1 : 4>;
+    using Wide = SmallDot<WideNf4, 4>;
     if (Wide::takes(p)) return Wide::run(p, runtime);
   }
   using Narrow = SmallDot<Decoder<format>, 4>;

@@ -28,11 +28,21 @@ struct Layout {
   }
 };
 
+template <class Fn>
+inline Body body_of(Fn& f) {
+  return {[](void* data, int64_t chunk, int64_t worker) { (*static_cast<Fn*>(data))(chunk, worker); }, &f};
+}
+
 // f(chunk, worker) for each chunk, on the threads of the runtime.
 template <class Fn>
 inline void for_each(Runtime& runtime, int64_t chunks, Fn&& f) {
-  const auto call = [](void* data, int64_t chunk, int64_t worker) { (*static_cast<Fn*>(data))(chunk, worker); };
-  runtime.loop(chunks, {call, &f});
+  runtime.loop(chunks, body_of(f));
+}
+
+// The same once `prepare(0, 0)` has returned, which takes microseconds and hides the time the threads need to wake up.
+template <class Prepare, class Fn>
+inline void prepare_for_each(Runtime& runtime, Prepare&& prepare, int64_t chunks, Fn&& f) {
+  runtime.loop(chunks, body_of(f), body_of(prepare));
 }
 
 }  // namespace eformer::EFORMER_ISA

@@ -28,13 +28,14 @@ struct DotStage {
   static constexpr int dwords = span / per_dword;
   static constexpr int most_blocks = format == Format::nf4 ? depth / 2 + 1 : 0;  // NF4 blocks a panel can touch
 
-  alignas(64) uint32_t bits[dwords * tile];
+  alignas(64) uint32_t bits[dwords * tile + 1];  // one more, to be read at any byte
   alignas(64) uint8_t padded[tile * dwords * 4];
   alignas(64) float scales[most_blocks * tile + 1];
 };
 
 // Fills stage.bits for outputs n0... and contracted indices k0... (a multiple of span). `next` is where the following call
-// will read: the rows are far apart, which no hardware prefetcher follows, so the lines of each are asked for now.
+// will read: the rows are far apart, which no hardware prefetcher follows, so the lines of each are asked for now. Null
+// leaves that to the caller.
 template <Format format, int depth>
 inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t* next, DotStage<format, depth>& stage) {
   constexpr int dwords = stage.dwords, bytes = dwords * 4;
@@ -49,7 +50,7 @@ inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t*
     step = bytes;
   }
   for (int n = 0; n < tile; n += lanes) {
-    for (int r = n; r < n + lanes; ++r)
+    for (int r = n; next && r < n + lanes; ++r)
       for (int b = 0; b < bytes; b += 64) __builtin_prefetch(next + r * w.row_bytes + b, 0, 2);
     for (int d = 0; d < dwords; d += lanes)
       transpose(from + n * step + d * 4, step, stage.bits + d * tile + n, tile);

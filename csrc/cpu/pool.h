@@ -55,14 +55,15 @@ class Inline : public Runtime {
   ~Inline() { Scratch::of_this_thread().trim(); }
 
   int64_t workers() const override { return 1; }
-  void loop(int64_t chunks, Body body) override {
+  void loop(int64_t chunks, Body body, Body prepare = {}) override {
+    if (prepare.call) prepare.call(prepare.data, 0, 0);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) body.call(body.data, chunk, 0);
   }
   std::byte* scratch(size_t bytes) override { return Scratch::of_this_thread().reserve(bytes); }
 };
 
-// The calling thread and helpers from XLA's pool take chunks from one counter. A pool that never gets round to its helpers
-// costs speed only: the caller then does every chunk itself, and a late helper finds nothing left and touches nothing else.
+// The calling thread and helpers from XLA's pool share the chunks. A pool that never gets round to its helpers costs speed
+// only: the caller then does every chunk itself, and a late helper finds nothing left and touches nothing else.
 class Pool final : public Inline {
  public:
   // At most `limit` threads; 0 means all of the pool.
@@ -73,38 +74,67 @@ class Pool final : public Inline {
 
   int64_t workers() const override { return workers_; }
 
-  void loop(int64_t chunks, Body body) override {
+  void loop(int64_t chunks, Body body, Body prepare = {}) override {
     const int64_t helpers = std::min(workers_, chunks) - 1;
-    if (helpers < 1) return Inline::loop(chunks, body);
-    auto loop = std::make_shared<Loop>(chunks, body);
-    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([loop] { loop->work(); });
+    if (helpers < 1) return Inline::loop(chunks, body, prepare);
+    auto loop = std::make_shared<Loop>(chunks, helpers + 1, body);
+    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([loop] { loop->help(); });
+    if (prepare.call) prepare.call(prepare.data, 0, 0);
+    loop->open.store(true, std::memory_order_release);
     loop->work();
     loop->wait();
   }
 
  private:
-  struct Loop {
-    Loop(int64_t chunks, Body body) : chunks(chunks), body(body) {}
+  // Each worker has a range of neighbouring chunks, so that it reads a long run of memory and what it asks for in advance
+  // is for itself; whoever is done goes on in the ranges of the others.
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
 
-    void work() {
-      int64_t worker = -1;
-      for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
-        if (worker < 0) worker = arrived.fetch_add(1, std::memory_order_relaxed);
-        body.call(body.data, chunk, worker);
-        done.fetch_add(1, std::memory_order_release);
+  struct Loop {
+    Loop(int64_t chunks, int64_t workers, Body body)
+        : chunks(chunks), workers(workers), body(body), ranges(std::make_unique<Range[]>(workers)) {
+      for (int64_t i = 0; i < workers; ++i) {
+        ranges[i].next = chunks * i / workers;
+        ranges[i].end = chunks * (i + 1) / workers;
       }
     }
 
-    // Chunks take microseconds, so the last ones are awaited actively; yielding lets them finish on a crowded machine.
+    void help() {
+      await([this] { return open.load(std::memory_order_acquire); });
+      work();
+    }
+
+    void work() {
+      const int64_t worker = arrived.fetch_add(1, std::memory_order_relaxed);
+      for (int64_t i = 0; i < workers; ++i) {
+        Range& range = ranges[(worker + i) % workers];
+        for (int64_t chunk; (chunk = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+          body.call(body.data, chunk, worker);
+          done.fetch_add(1, std::memory_order_release);
+        }
+      }
+    }
+
     void wait() const {
-      for (int spins = 0; done.load(std::memory_order_acquire) < chunks; ++spins) {
+      await([this] { return done.load(std::memory_order_acquire) == chunks; });
+    }
+
+    // What is awaited takes microseconds, hence no sleep; yielding lets the others finish on a crowded machine.
+    template <class Ready>
+    static void await(Ready&& ready) {
+      for (int spins = 0; !ready(); ++spins) {
         if (spins > 1000) std::this_thread::yield();
       }
     }
 
-    const int64_t chunks;
+    const int64_t chunks, workers;
     const Body body;
-    std::atomic<int64_t> next{0}, done{0}, arrived{0};
+    const std::unique_ptr<Range[]> ranges;
+    std::atomic<bool> open{false};
+    std::atomic<int64_t> done{0}, arrived{0};
   };
 
   xla::ffi::ThreadPool& pool_;

@@ -23,8 +23,10 @@ class SmallAxpy {
     const auto sums = layout.add<float>(p.m * chunk, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
-    for (int64_t i = 0; i < p.m; ++i) read_row(p.x, p.x_type, i * p.k(), p.k(), w.along_k, x.in(base) + i * p.k());
-    for_each(runtime, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
+    auto read = [&](int64_t, int64_t) {
+      for (int64_t i = 0; i < p.m; ++i) read_row(p.x, p.x_type, i * p.k(), p.k(), w.along_k, x.in(base) + i * p.k());
+    };
+    prepare_for_each(runtime, read, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
       const SmallAxpy axpy{p, w, x.in(base), sums.in(base, worker), chunk};
       axpy.outputs(i * chunk, min(p.n(), (i + 1) * chunk));
     });

@@ -30,9 +30,11 @@ class SmallDot {
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     const SmallDot dot{p, w, x.in(base), padded};
-    for (int64_t i = 0; i < p.m; ++i) dot.pack(i, x.in(base) + i * padded);
+    auto pack = [&](int64_t, int64_t) {
+      for (int64_t i = 0; i < p.m; ++i) dot.pack(i, x.in(base) + i * padded);
+    };
     const int64_t chunk = max(8, min(64, round_up(ceil_div(p.n(), 4 * runtime.workers()), 8)));
-    for_each(runtime, ceil_div(p.n(), chunk), [&](int64_t i, int64_t) {
+    prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t) {
       dot.template outputs<most_rows>(i * chunk, min(p.n(), (i + 1) * chunk));
     });
   }
@@ -40,6 +42,18 @@ class SmallDot {
  private:
   static constexpr bool nf4 = D::format == Format::nf4;
   static constexpr int bytes = D::columns / static_cast<int>(per_byte(D::format));
+
+  // The NF4 blocks that groups of columns begin with, one group after the other and without a division.
+  struct Blocks {
+    explicit Blocks(int64_t block)
+        : per_group(nf4 ? max(1, D::columns / block) : 1), groups(nf4 ? max(1, block / D::columns) : 1), left(groups) {}
+    INLINE void next() {
+      if (--left == 0) first += per_group, left = groups;
+    }
+
+    const int64_t per_group, groups;
+    int64_t first = 0, left;
+  };
 
   // Rows of D at once, for m rows of x at once: as many as the registers hold.
   static constexpr int side_by_side(int m) { return registers == 32 ? 4 : m <= 2 ? 2 : 1; }
@@ -82,29 +96,29 @@ class SmallDot {
     }
     // Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later.
     const int64_t stretch = step * w.row_bytes, ahead = max(1, 32768 / stretch) * stretch;
-    const int64_t per_group = nf4 ? max(1, D::columns / w.block) : 1;
-    const Spread spread(per_group);
+    Blocks blocks(w.block);
+    const Spread spread(blocks.per_group);
     F acc[m][step];
     for (int i = 0; i < m; ++i)
       for (int c = 0; c < step; ++c) acc[i][c] = zero();
     const int64_t whole = min(w.cols / D::columns, max(0, w.row_bytes - D::overread) / bytes);
     const uint8_t* at[step];
     int64_t g = 0;
-    for (; g < whole; ++g) {
+    for (; g < whole; ++g, blocks.next()) {
       for (int c = 0; c < step; ++c) {
         at[c] = codes[c] + g * bytes;
         __builtin_prefetch(at[c] + ahead, 0, 2);
       }
-      group<m, step>(g, at, scales, spread, acc);
+      group<m, step>(g, at, scales, blocks.first, spread, acc);
     }
-    for (; g * D::columns < w.cols; ++g) {
+    for (; g * D::columns < w.cols; ++g, blocks.next()) {
       uint8_t rest[step][bytes + D::overread] = {};
       for (int c = 0; c < step; ++c) {
         std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, w.row_bytes - g * bytes));
         at[c] = rest[c];
       }
-      const Spread existing(per_group, min(per_group, w.blocks - g * D::columns / max(1, w.block)));
-      group<m, step>(g, at, scales, existing, acc);
+      const Spread existing(blocks.per_group, min(blocks.per_group, w.blocks - blocks.first));
+      group<m, step>(g, at, scales, blocks.first, existing, acc);
     }
     for (int i = 0; i < m; ++i)
       for (int c = 0; c < step; ++c) sums[i][c] = sum(acc[i][c]);
@@ -113,7 +127,7 @@ class SmallDot {
   // Adds group g of `step` rows of D times m rows of x.
   template <int m, int step>
   INLINE void group(int64_t g, const uint8_t* const (&at)[step], const float* const (&scales)[step],
-                    const Spread& spread, F (&acc)[m][step]) const {
+                    int64_t block, const Spread& spread, F (&acc)[m][step]) const {
     const float* xg = x + g * D::columns;
     const D decoder{};
     typename D::Group bits[step];
@@ -134,7 +148,6 @@ class SmallDot {
       }
     });
     if constexpr (nf4) {
-      const int64_t block = g * D::columns / w.block;
       for (int c = 0; c < step; ++c) {
         const F s = spread(scales[c] + block);
         for (int i = 0; i < m; ++i) acc[i][c] = fma(part[i][c], s, acc[i][c]);

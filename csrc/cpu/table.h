@@ -35,12 +35,14 @@ class Table {
     const auto sums = layout.add<float>(wide * p.m * tile, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
-    constexpr int64_t some = 8;  // dwords of tables made by one chunk
-    for_each(runtime, ceil_div(dwords, some), [&](int64_t i, int64_t) {
-      make_tables(p, w.along_k, i * some, min(dwords, (i + 1) * some), tables.in(base));
-    });
+    const auto make = [&](int64_t first, int64_t last) { make_tables(p, w.along_k, first, min(dwords, last), tables.in(base)); };
+    constexpr int64_t some = 8;      // dwords of tables made by one chunk
+    constexpr int64_t alone = 1024;  // tables made in less time than it takes to wake a thread
+    const bool few = p.m * dwords <= alone;
+    if (!few) for_each(runtime, ceil_div(dwords, some), [&](int64_t i, int64_t) { make(i * some, (i + 1) * some); });
+    auto prepare = [&](int64_t, int64_t) { make(0, few ? dwords : 0); };
     constexpr int64_t chunk = wide * tile;
-    for_each(runtime, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
+    prepare_for_each(runtime, prepare, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
       const Table t{p, w, i * chunk, min(p.n(), (i + 1) * chunk), tables.in(base), sums.in(base, worker)};
       t.outputs(*stage.in(base, worker));
     });
@@ -57,7 +59,7 @@ class Table {
 
   struct ColumnStage {
     static constexpr int dwords = 4, span = dwords * per_dword;
-    alignas(64) uint32_t bits[wide * dwords * tile];
+    alignas(64) uint32_t bits[wide * dwords * tile + 1];
   };
   using RowStage = DotStage<format, 128>;
   using Stage = std::conditional_t<form == Form::dot, RowStage, ColumnStage>;
@@ -95,9 +97,11 @@ class Table {
     for (int64_t k0 = 0; k0 < k; k0 += stage.span) {
       const int64_t first = k0 / per_dword, count = min(stage.dwords, ceil_div(k - k0, per_dword));
       fill(k0, stage);
+      const uint8_t* next = form == Form::dot ? next_codes(k0 + stage.span) : nullptr;
       for (int64_t n = begin; n < end; n += tile) {
         const uint32_t* bits = stage.bits + (n - begin) * stage.dwords;
-        for (int64_t i = 0; i < p.m; i += 4) rows<4>(i, bits, first, count, k0 == 0, sums_of(n) + i * tile);
+        for (int64_t i = 0; i < p.m; i += 4)
+          rows<4>(i, bits, first, count, i ? nullptr : next, k0 == 0, sums_of(n) + i * tile);
       }
     }
     for (int64_t n = begin; n < end; n += tile)
@@ -106,12 +110,15 @@ class Table {
 
   void fill(int64_t k0, Stage& stage) const {
     if constexpr (form == Form::dot) {
-      const bool last = k0 + stage.span >= p.k();
-      const int64_t next_n = last ? end : begin, next_k = last ? 0 : k0 + stage.span;
-      stage_codes(w, begin, k0, w.codes + next_n * w.row_bytes + next_k / per_byte(format), stage);
+      stage_codes(w, begin, k0, nullptr, stage);
     } else {
       stage_columns(w, begin, k0, stage.dwords, stage.bits);
     }
+  }
+
+  // Dot form: what will be staged next, k0 going on or beginning again with the next outputs.
+  const uint8_t* next_codes(int64_t k0) const {
+    return w.codes + (k0 < p.k() ? begin * w.row_bytes + k0 / per_byte(format) : end * w.row_bytes);
   }
 
   void write(int64_t n, int64_t i, const float* from) const {
@@ -126,23 +133,35 @@ class Table {
 
   float* sums_of(int64_t n) const { return sums + (n - begin) * p.m; }
 
-  // Adds `count` dwords, beginning with `first`, for rows i ... i + m - 1 of x.
+  // Adds `count` dwords, beginning with `first`, for rows i ... i + m - 1 of x. The lines at `next` are asked for little by
+  // little: 64 at once would keep everything else waiting.
   template <int m>
-  INLINE void rows(int64_t i, const uint32_t* bits, int64_t first, int64_t count, bool start, float* to) const {
+  INLINE void rows(int64_t i, const uint32_t* bits, int64_t first, int64_t count, const uint8_t* next, bool start,
+                   float* to) const {
     if constexpr (m > 1) {
-      if (p.m - i < m) return rows<m - 1>(i, bits, first, count, start, to);
+      if (p.m - i < m) return rows<m - 1>(i, bits, first, count, next, start, to);
     }
     F acc[m][vectors];
     for (int r = 0; r < m; ++r)
       for (int v = 0; v < vectors; ++v) acc[r][v] = zero();
     const float* table = tables + (first * p.m + i) * table_size;
     for (int64_t d = 0; d < count; ++d, bits += tile, table += p.m * table_size) {
-      I g[vectors];
-      for (int v = 0; v < vectors; ++v) g[v] = load_bits(bits + v * lanes);
-      unroll<nibbles>([&]<int J>() {
+      for (int64_t r = 4 * d; next && r < 4 * d + 4; ++r) __builtin_prefetch(next + r * w.row_bytes, 0, 2);
+      unroll<4>([&]<int byte>() {
+        // Loads at every byte are cheaper than shifts: what lies above the four bits does not matter.
+        I low[vectors], high[vectors];
+        for (int v = 0; v < vectors; ++v) {
+          low[v] = load_bits(reinterpret_cast<const uint8_t*>(bits + v * lanes) + byte);
+          keep_here(low[v]);
+          high[v] = shift_right<4>(low[v]);
+        }
         for (int r = 0; r < m; ++r) {
-          const Table16 t = Table16::of(table + r * table_size + J * 16);
-          for (int v = 0; v < vectors; ++v) acc[r][v] = add(acc[r][v], t.at(shift_right<4 * J>(g[v])));
+          const float* at = table + r * table_size + byte * 32;
+          const Table16 t = Table16::of(at), u = Table16::of(at + 16);
+          for (int v = 0; v < vectors; ++v) {
+            acc[r][v] = add(acc[r][v], add(t.at(low[v]), u.at(high[v])));
+            keep_here(acc[r][v]);
+          }
         }
       });
     }

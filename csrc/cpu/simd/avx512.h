@@ -112,14 +112,20 @@ class Spread {
  public:
   explicit Spread(int64_t count) : Spread(count, count) {}
   // Only the first `available` values may be read; the others are zero.
-  Spread(int64_t count, int64_t available) : mask_(static_cast<__mmask16>((1u << available) - 1)) {
+  Spread(int64_t count, int64_t available)
+      : halves_(count == 2 && available == 2), mask_(static_cast<__mmask16>((1u << available) - 1)) {
     const I lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     index_ = shift_right<4>(_mm512_mullo_epi32(lane, broadcast_bits(static_cast<uint32_t>(count))));
   }
-  INLINE F operator()(const float* from) const { return _mm512_permutexvar_ps(index_, _mm512_maskz_loadu_ps(mask_, from)); }
+  INLINE F operator()(const float* from) const {
+    // The common case by loads that broadcast, which cost the shuffling unit nothing.
+    if (halves_) [[likely]] return _mm512_mask_broadcastss_ps(broadcast(from[0]), 0xff00, _mm_load_ss(from + 1));
+    return _mm512_permutexvar_ps(index_, _mm512_maskz_loadu_ps(mask_, from));
+  }
 
  private:
   I index_;
+  bool halves_;
   __mmask16 mask_;
 };
 

@@ -11,3 +11,15 @@
 #else
 #include "generic.h"
 #endif
+
+namespace eformer::EFORMER_ISA {
+
+// Computes v at this place of the program: left alone, GCC moves lookups far ahead and runs out of registers.
+template <class V>
+INLINE void keep_here([[maybe_unused]] V& v) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(v));
+#endif
+}
+
+}  // namespace eformer::EFORMER_ISA
