@@ -14,7 +14,7 @@ import optax
 from eformer.jaximus import implicit
 from eformer.ops.quantization import fake_quantize_tree, quant_delay, quantize_tree, report
 
-SIZE, HIDDEN = 32, 256
+SIZE, HIDDEN = 32, 192
 
 
 def forward(params: Any, x: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ def init(key: jax.Array) -> Any:
 
 def task(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """To learn: products of neighbouring inputs."""
-    x = jax.random.normal(key, (512, SIZE))
+    x = jax.random.normal(key, (256, SIZE))
     return x, x * jnp.roll(x, 1, axis=-1)
 
 
@@ -57,8 +57,8 @@ def main() -> None:
     data, start = task(jax.random.key(0)), init(jax.random.key(1))
     # The second starts dense too, and meets more and more of the rounding from step 50 on.
     models = {
-        "dense training": train(start, data, 200),
-        "quantization-aware": train(start, data, 200, quant_delay(50, ramp=50)),
+        "dense training": train(start, data, 150),
+        "quantization-aware": train(start, data, 150, quant_delay(50, ramp=25)),
     }
     error = jax.jit(implicit(lambda params: jnp.mean((forward(params, data[0]) - data[1]) ** 2)))
     print(f"mean squared error of {'':21} dense   ternary")

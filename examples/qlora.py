@@ -42,7 +42,7 @@ def main() -> None:
     print(f"{sum(x.size for x in trainable.values()):,} of {3 * 2 * SIZE**2 + SIZE**2:,} values are trained")
 
     # The task: the answers of the model, with the outputs reversed.
-    x = jax.random.normal(jax.random.key(2), (256, SIZE))
+    x = jax.random.normal(jax.random.key(2), (128, SIZE))
     target = implicit(forward)(base, x)[:, ::-1]
     optimizer = optax.adam(3e-3)
 
@@ -57,7 +57,7 @@ def main() -> None:
             updates, state = optimizer.update(grads, state)
             return (optax.apply_updates(trainable, updates), state), value
 
-        (trainable, _), losses = jax.lax.scan(step, (trainable, optimizer.init(trainable)), length=200)
+        (trainable, _), losses = jax.lax.scan(step, (trainable, optimizer.init(trainable)), length=150)
         return trainable, losses
 
     with materialization_policy("error"):  # neither pass may make a weight dense
