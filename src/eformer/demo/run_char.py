@@ -20,6 +20,7 @@ Tell = Callable[[str], None]
 class Plan:
     """How much is done."""
 
+    formats: tuple[str, ...] = tuple(formats.FORMATS)
     windows: int = 32
     tokens: int = 192
     rounds: int = 3
@@ -28,13 +29,13 @@ class Plan:
     length: int = 128
 
 
-QUICK = Plan(windows=8, tokens=16, rounds=1, steps=2, batch=2, length=32)
+QUICK = Plan(formats=("f32", "int8", "nf4", "ternary"), windows=8, tokens=16, rounds=1, steps=2, batch=2, length=32)
 
 
 def run(plan: Plan, folder: Path, tell: Tell) -> dict[str, Any]:
     """Do everything; `tell` hears what is going on."""
     tell("quantizing the character model")
-    models = formats.quantized(char.load_params())
+    models = formats.quantized(char.load_params(), plan.formats)
     windows = text.windows(text.encode(text.topics(held_out=True)), char.LENGTH, plan.windows)
     quality, dense = {}, {}
     for name, params in models.items():

@@ -9,8 +9,6 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 from eformer.demo import packages
 from eformer.demo.bpe import _TO_TEXT
 from eformer.serialization import open_gguf
@@ -33,6 +31,8 @@ def noise(count: int) -> list[str]:
 
 
 def byte_pairs() -> dict[str, object]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     notes = open_gguf(packages.model_file(*packages.SMOLLM2)).metadata
     tokens, merges = notes["tokenizer.ggml.tokens"], notes["tokenizer.ggml.merges"]
     model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[tuple(m.split(" ")) for m in merges])
@@ -47,6 +47,8 @@ def byte_pairs() -> dict[str, object]:
 
 
 def word_pieces() -> dict[str, object]:
+    from tokenizers import Tokenizer
+
     folder = packages.model_file(*packages.MINILM).parent
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
     oracle.no_padding()
