@@ -14,7 +14,7 @@ NEWEST_PYTHON = $(shell for v in "$$PYENV_VERSION" $$(pyenv versions --bare 2>/d
 
 .PHONY: test test-default test-newest lint types format demo bench docs clean
 
-test: lint types test-default test-newest
+test: lint types docs test-default test-newest
 
 # Unit tests, doctests, the README's blocks and the scripts of docs/ and examples/ are all pytest items.
 test-default: $(VENV)/dev.stamp
@@ -64,9 +64,9 @@ bench: $(VENV)/dev.stamp
 	@set -e; for f in benchmarks/[!_]*.py; do [ -e "$$f" ] || continue; echo "== $$f"; \
 	$(VENV)/bin/python "$$f" --quick --json "benchmarks/results/local/$$(basename "$$f" .py).json"; done
 
+# The site, into site/; a warning is an error. Its examples and scripts are run by the tests.
 docs: $(VENV)/dev.stamp
-	@set -e; for f in docs/*.py; do [ -e "$$f" ] || continue; echo "== $$f"; $(VENV)/bin/python "$$f"; done
-	$(VENV)/bin/pdoc eformer --output-directory site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) build dist site .pytest_cache .ruff_cache .hypothesis benchmarks/results/local
