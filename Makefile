@@ -14,19 +14,26 @@ NEWEST_PYTHON = $(shell for v in "$$PYENV_VERSION" $$(pyenv versions --bare 2>/d
 
 .PHONY: test test-default test-newest lint types format demo bench docs clean
 
-test: lint types docs test-default test-newest
+# The checks that use one core, and the second environment, are done side by side.
+test: $(VENV)/dev.stamp
+	@$(MAKE) --no-print-directory -j $(WORKERS) lint types docs prepare-newest
+	@$(MAKE) --no-print-directory test-default
+	@$(MAKE) --no-print-directory test-newest
 
 # Unit tests, doctests, the README's blocks and the scripts of docs/ and examples/ are all pytest items.
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/oracle
 test-default: $(VENV)/dev.stamp
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/oracle
+	$(VENV)/bin/python $(PYTEST)
+
+.PHONY: prepare-newest run-newest
+prepare-newest: $(if $(NEWEST_PYTHON),$(NEWEST_VENV)/test.stamp)
 
 test-newest:
 	@if [ -n "$(NEWEST_PYTHON)" ]; then $(MAKE) --no-print-directory run-newest; \
 	else echo "test-newest: SKIPPED, no python3.12 on PATH or in pyenv"; fi
 
-.PHONY: run-newest
 run-newest: $(NEWEST_VENV)/test.stamp
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/oracle
+	$(NEWEST_VENV)/bin/python $(PYTEST)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
@@ -39,8 +46,9 @@ format: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# About a minute on two cores, once it is set up; `eformer demo --help` lists the real models it also runs.
 demo: $(VENV)/run.stamp
-	$(VENV)/bin/python examples/quickstart.py
+	$(VENV)/bin/eformer demo
 
 # Compares with bitsandbytes on the CPU; torch is pinned to a build without CUDA packages.
 .PHONY: oracle
@@ -76,7 +84,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: $(BUILD_FILES) | $(VENV)/bin/python
-	$(VENV)/bin/python $(PIP_INSTALL) -e .
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[cli,plot]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(BUILD_FILES) | $(VENV)/bin/python

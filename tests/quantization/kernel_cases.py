@@ -9,9 +9,11 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from eformer.ops.quantization._kernels import qmatmul
+from eformer.ops.quantization._kernels.problem import Problem, problem_of, spec_of
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 FORMS = ("dot", "axpy")
@@ -39,6 +41,11 @@ class Case:
         codes = self.codes if codes is None else codes
         scale = self.scale if scale is None else scale
         return qmatmul(x, codes, scale, fmt=self.fmt, form=form, cols=self.cols, **options)
+
+    def problem(self, m: int, form: str) -> Problem:
+        x = jax.ShapeDtypeStruct((m, self.dense.shape[-1 if form == "dot" else -2]), np.float32)
+        spec = spec_of(x, self.codes, self.scale, fmt=self.fmt, form=form, cols=self.cols)
+        return problem_of(spec, "cpu", x, self.codes, self.scale)
 
     def expected(self, x: Any, form: str = "dot") -> np.ndarray:
         wide = np.asarray(x, np.float64)

@@ -40,7 +40,7 @@ def dots(draw):
 
 
 @pytest.mark.parametrize("name", ["nf4-double", "nf4-32-last", "int8-matrix", "ternary"])
-@hypothesis.settings(max_examples=15, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True)
+@hypothesis.settings(max_examples=10, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=True)
 @hypothesis.given(case=dots())
 def test_any_dimension_numbers(name: str, case) -> None:
     (left, right), ((lc, rc), (lb, rb)), swap = case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from eformer.ops.quantization._kernels import qgather, qragged_dot
 from eformer.ops.quantization._kernels.reference import decode
+from eformer.ops.quantization._kernels.xla import tuning
 
 from .kernel_cases import FORMATS, FORMS, SCALES, make_case, relative_error
 
@@ -42,13 +44,15 @@ def test_decode_is_exact(fmt: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_product(fmt: str, form: str, preference: str, rng: np.random.Generator) -> None:
-    for i, ((rows, cols), m) in enumerate(zip(SHAPES, ODD_M, strict=True)):
-        scale = SCALES[fmt][i % len(SCALES[fmt])]
-        case = make_case(rng, fmt, rows, cols, block=32, scale=scale)
-        x = random_x(rng, case, form, m)
-        y = case.product(x, form, preference=preference)
+    scales = itertools.cycle(SCALES[fmt])
+    cases = [make_case(rng, fmt, *shape, block=32, scale=scale) for shape, scale in zip(SHAPES, scales, strict=False)]
+    xs = [random_x(rng, case, form, m) for case, m in zip(cases, ODD_M, strict=True)]
+    ys = jax.jit(lambda xs: [case.product(x, form, preference=preference) for case, x in zip(cases, xs, strict=True)])(
+        xs
+    )
+    for case, x, y in zip(cases, xs, ys, strict=True):
         assert y.dtype == jnp.float32
-        assert relative_error(y, case.expected(x, form)) < 3e-6, (rows, cols, m, scale)
+        assert relative_error(y, case.expected(x, form)) < 3e-6, (case.dense.shape, x.shape)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -64,18 +68,20 @@ def test_scale_shapes(fmt: str, form: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_m(form: str, rng: np.random.Generator) -> None:
     case = make_case(rng, "nf4", 81, 90)
-    for m in range(1, 34):
-        x = random_x(rng, case, form, m)
-        assert relative_error(case.product(x, form, preference="xla"), case.expected(x, form)) < 3e-6, m
+    xs = [random_x(rng, case, form, m) for m in range(1, 34)]
+    ys = jax.jit(lambda xs: [case.product(x, form, preference="xla") for x in xs])(xs)
+    for x, y in zip(xs, ys, strict=True):
+        assert relative_error(y, case.expected(x, form)) < 3e-6, x.shape
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("m", [1, 3])
-def test_several_panels(fmt: str, form: str, m: int, rng: np.random.Generator) -> None:
+def test_several_panels(fmt: str, form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row counts that are, and are not, a multiple of the panel; columns that need several fused groups."""
-    for rows, cols in ((512, 8192), (523, 8201)):
+    monkeypatch.setattr(tuning, "_PANEL_BYTES", 256 << 10)
+    for (rows, cols), m in itertools.product(((512, 1024), (523, 1033)), (1, 3)):
         case = make_case(rng, fmt, rows, cols)
+        assert tuning.panel_rows(case.problem(m, form)) * 4 < rows
         x = random_x(rng, case, form, m)
         assert relative_error(case.product(x, form, preference="xla"), case.expected(x, form)) < 3e-6, (rows, cols)
 

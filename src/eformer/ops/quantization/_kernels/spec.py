@@ -69,7 +69,8 @@ def _product(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None
     lead = x.shape[:-1]
     if batch or x.ndim == 2:
         return bind(spec, x, codes, scale, out_sharding)
-    y = bind(spec, x.reshape(math.prod(lead), x.shape[-1]), codes, scale).reshape(*lead, -1)
+    y = bind(spec, x.reshape(math.prod(lead), x.shape[-1]), codes, scale)
+    y = y.reshape(*lead, y.shape[-1])
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
