@@ -18,7 +18,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(scenario: str, folder: Path, *, started: int = 2, count: int = 2, seconds: float = 120) -> list[str]:
+def launch(scenario: str, folder: Path, *, started: int = 2, count: int = 2, seconds: float = 240) -> list[str]:
     """What `started` out of `count` processes printed, with their exit codes; raises if they take too long."""
     port = str(free_port())
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}

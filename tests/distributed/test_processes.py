@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import jax
@@ -40,16 +39,15 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
 
 
 def test_a_process_that_died(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    survivor, dead = launch("killed", tmp_path, seconds=60)
+    survivor, dead = launch("killed", tmp_path, seconds=150)  # a hang would last longer
     assert "exit code 3" in dead
     assert "refused: process 1 of 2 did not come to 'save killed.safetensors' within 3 seconds" in survivor, survivor
-    assert time.monotonic() - begun < 45
+    assert "another task died" in survivor
     assert not list(tmp_path.glob("killed*.index.json"))
 
 
 def test_a_process_that_never_came(tmp_path: Path) -> None:
-    (output,) = launch("missing", tmp_path, started=1, seconds=60)
+    (output,) = launch("missing", tmp_path, started=1, seconds=150)
     assert "finished" not in output
     assert "exit code 0" not in output
     assert "DEADLINE_EXCEEDED" in output or "timed out" in output.lower(), output

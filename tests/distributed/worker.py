@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.ops.quantization import quantize
 from eformer.serialization import (
     ProcessError,
     load,
@@ -91,23 +93,38 @@ def disagree(folder: Path, mesh: Any, params: Any, file: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """Process 1 is gone when process 0 saves."""
-    w = quantize(np.ones((64, 32), np.float32), dtype="int8")
+    """Process 1 is gone when process 0 saves, and when it computes."""
+    mesh = model.mesh_of()
+    x = model.placed(mesh, np.ones(16, np.float32), P("model"))
+    total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+    total(x).block_until_ready()
+    multihost_utils.sync_global_devices("both have finished")
     if jax.process_index() == 1:
         os._exit(3)
-    try:
-        save_distributed(folder / "killed.safetensors", {"w": w}, timeout=3)
-    except ProcessError as err:
-        print(f"refused: {err}", flush=True)
+    with pytest.raises(ProcessError) as refused:
+        save_distributed(folder / "killed.safetensors", {"w": np.ones(3)}, timeout=3)
+    print(f"refused: {refused.value}", flush=True)
+    try:  # JAX ends the program when it misses the other one, if the collective has not failed before
+        total(x).block_until_ready()
+    except jax.errors.JaxRuntimeError as err:
+        print(f"another task died: {err}", flush=True)
     os._exit(0)  # without the farewell to a process that is gone
 
 
 def main() -> None:
     scenario, port, count, index, folder = sys.argv[1:]
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", int(count), int(index), initialization_timeout=60 if scenario != "missing" else 3
+        f"127.0.0.1:{port}",
+        int(count),
+        int(index),
+        initialization_timeout=60 if scenario != "missing" else 3,
+        heartbeat_timeout_seconds=15 if scenario == "killed" else 100,
     )
-    {"whole": whole, "killed": killed}[scenario](Path(folder))
+    try:
+        {"whole": whole, "killed": killed}[scenario](Path(folder))
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(1)  # the farewell would wait for a process that may be gone
     print("finished", flush=True)
 
 
