@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eformer.jaximus import MaterializationError, explain, implicit, materialization_policy, materialize
-from eformer.ops.quantization import dequantize_tree, quantize, quantize_tree
+from eformer.ops.quantization import LoraArray, dequantize_tree, quantize, quantize_tree
 
 WORDS, SIZE, HEADS, LAYERS = 80, 64, 4, 2
 FORMATS = ("nf4", "int8", "ternary", "binary")
@@ -96,6 +96,17 @@ def test_rows_may_be_used_however_they_were_looked_up(kind):
             )
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_row_of_a_table_packed_along_its_words(kind):
+    """Its words share blocks, and still one of them is decoded, not the table."""
+    t = table(kind, 70, SIZE, axis=-2)
+    with materialization_policy("error"):
+        found = jax.jit(implicit(lambda t, i: [jnp.sin(t[i]), t[i]]))(t, 69)
+    wanted = t.materialize()[69]
+    np.testing.assert_array_equal(materialize(found[1]), wanted)
+    np.testing.assert_allclose(found[0], jnp.sin(wanted), rtol=1e-6)
+
+
 def test_rows_keep_their_type_until_then():
     t, ids = table(), jnp.asarray([[1, 2], [3, 1]])
     with materialization_policy("error"):
@@ -141,3 +152,38 @@ def test_a_function_compiled_for_rows_still_refuses_stored_arrays():
         with pytest.raises(MaterializationError):
             implicit(shifted)(stored)
         np.testing.assert_allclose(implicit(shifted)(rows), rows.materialize() + 1)
+
+
+def adapted(base: Any) -> LoraArray:
+    rng = np.random.default_rng(9)
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((WORDS, 3), (3, SIZE)))
+    return LoraArray(base, a, b, scale=0.5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", None])
+def test_rows_of_a_weight_with_an_adapter(kind):
+    """Rows and columns, by index arrays and by single indices; out of range gives NaN; factors have gradients."""
+    q = adapted(table(kind) if kind else table().materialize())
+    ids = jnp.asarray([[5, 0, 79], [5, 7, 1]])
+    ways = {
+        "rows": lambda q: q[ids] + 1,
+        "columns": lambda q: jnp.take(q, ids[0] % SIZE, axis=1) + 1,
+        "row": lambda q: q[ids[0, 0]] * 2,
+        "column": lambda q: jax.lax.dynamic_index_in_dim(q, ids[0, 0], 1) * 2,
+        "mapped": lambda q: jax.vmap(lambda i: jnp.sin(q[i]))(ids[0]),
+        "outside": lambda q: jnp.take(q, ids + 3, axis=0),
+        "tied": lambda q: q[ids] @ q.T,
+    }
+
+    def every(q: Any) -> Any:
+        return {name: way(q) for name, way in ways.items()}
+
+    with materialization_policy("error"):
+        found = jax.jit(implicit(every))(q)
+        grads = jax.grad(lambda a: implicit(lambda a: (LoraArray(q.w, a, q.b, scale=0.5)[ids] ** 2).sum())(a))(q.a)
+    dense = q.materialize()
+    for name, wanted in jax.jit(every)(dense).items():
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert jnp.isnan(found["outside"][0, 2]).all()
+    wanted = jax.grad(lambda a: ((dense - q.update() + 0.5 * a @ q.b)[ids] ** 2).sum())(q.a)
+    np.testing.assert_allclose(grads, wanted, rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ from ._shapes import blocked_axis, free
 
 def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
     """The same type with the entries of free axes that `indices` name, or NotImplemented."""
-    indices, params = _without_whole_axes(q, indices, params)
+    indices, params = without_whole_axes(q, indices, params)
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     blocked = blocked_axis(q)
     if blocked is not None and _picks_blocked(q, numbers, sizes, blocked) and 0 not in q.shape:
@@ -48,7 +48,7 @@ def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
     return q.moved(parts, where, sharding=None).as_picked(q.is_picked or one_vector)
 
 
-def _without_whole_axes(q: Any, indices: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+def without_whole_axes(q: Any, indices: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
     """A slice as long as its axis starts at 0, whatever its index: `vmap` of `dynamic_slice` names such axes too."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     where = numbers.start_index_map

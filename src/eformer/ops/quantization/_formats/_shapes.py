@@ -183,8 +183,11 @@ def slice_(q: Any, start: Sequence[int], limit: Sequence[int], steps: Sequence[i
 
 def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
     blocked, axes = blocked_axis(q), free(q)
-    if 0 in sizes or (blocked is not None and sizes[blocked] != q.shape[blocked]):
+    if 0 in sizes:
         return NotImplemented
+    if blocked is not None and sizes[blocked] != q.shape[blocked]:
+        alone = sizes[blocked] == 1 and all(sizes[axis] == q.shape[axis] for axis in axes)
+        return _one_entry(q, starts[blocked], blocked) if alone else NotImplemented
 
     def change(part: Part, array: jax.Array) -> jax.Array:
         shared = [array.shape[i] == 1 and q.shape[axis] != 1 for i, axis in enumerate(axes)]
@@ -196,6 +199,14 @@ def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
 
     one_vector = sum(size != 1 for size in sizes) <= 1 < q.ndim
     return _rebuilt(q, change, blocked, q.ndim).as_picked(q.is_picked or one_vector)
+
+
+def _one_entry(q: Any, index: Any, blocked: int) -> Any:
+    """One entry of the blocked axis, decoded: dense, and no more than was asked for."""
+    if not hasattr(q, "decoded_entries"):
+        return NotImplemented
+    values = q.decoded_entries(jnp.clip(index, 0, q.shape[blocked] - 1)[None])
+    return jnp.moveaxis(values, -1, blocked).astype(q.dtype)
 
 
 def rev(q: Any, dimensions: Sequence[int]) -> Any:

@@ -1,4 +1,4 @@
-"""What keeps a `LoraArray` low-rank: products, transposes and changes of dtype. Anything else goes dense by policy."""
+"""What keeps a `LoraArray` low-rank: products, transposes, changes of dtype, lookups. The rest goes dense by policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer.jaximus import ImplicitArray, default_handler, implicit, register
+from eformer.jaximus import ImplicitArray, default_handler, implicit, materialize, register
 
+from .._formats._gather import without_whole_axes
 from .array import LoraArray
 
 
@@ -108,3 +109,48 @@ def convert_element_type(primitive: Any, q: LoraArray, *, new_dtype: Any, **para
         return NotImplemented
     converted = _on_base(lambda w: lax.convert_element_type(w, new_dtype), q.w)
     return dataclasses.replace(q, w=converted)
+
+
+# -- lookups of vectors: the rows of an embedding ----------------------------------------------------------------------
+
+
+@register("gather")
+def gather(q: LoraArray, indices: jax.Array, **params: Any) -> Any:
+    """Rows (or columns) of the weight, and those of one factor times the other: dense, and no larger than asked for."""
+    indices, params = without_whole_axes(q, indices, params)
+    numbers, value = params["dimension_numbers"], params.get("fill_value")
+    axis = _picked_axis(q, params["slice_sizes"])
+    if axis is None or tuple(numbers.start_index_map) != (axis,) or (value is not None and value == value):
+        return NotImplemented
+    options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+    base = _on_base(lambda w: lax.gather(w, indices, numbers, params["slice_sizes"], **options), q.frozen())
+    sizes = (1, q.rank) if axis == 0 else (q.rank, 1)
+    rows = lax.gather(q.b if axis else q.a, indices, numbers, sizes, **options)
+    kept = numbers.offset_dims[-1] if axis in numbers.collapsed_slice_dims else numbers.offset_dims[1 - axis]
+    update = jnp.tensordot(rows, q.a if axis else q.b, ((kept,), (axis,)))
+    return _sum(base, q.scale * jnp.moveaxis(update, -1, kept))
+
+
+@register("dynamic_slice")
+def dynamic_slice(q: LoraArray, *starts: jax.Array, slice_sizes: Any, **params: Any) -> Any:
+    """One row or column, as `gather`."""
+    axis = _picked_axis(q, slice_sizes)
+    if axis is None:
+        return NotImplemented
+    base = _on_base(lambda w: lax.dynamic_slice(w, starts, slice_sizes), q.frozen())
+    one = lax.dynamic_slice_in_dim(q.b if axis else q.a, starts[axis], 1, axis)
+    return _sum(base, q.scale * (q.a @ one if axis else one @ q.b))
+
+
+def _picked_axis(q: LoraArray, sizes: Sequence[int]) -> int | None:
+    """The axis of a matrix along which single entries are asked for, whole along the other."""
+    if q.ndim != 2:
+        return None
+    fits = [axis for axis in (0, 1) if sizes[axis] == 1 and sizes[1 - axis] == q.shape[1 - axis]]
+    return fits[0] if fits else None
+
+
+def _sum(base: Any, update: jax.Array) -> jax.Array:
+    dense = materialize(base)
+    wide = jnp.promote_types(jnp.promote_types(dense.dtype, update.dtype), jnp.float32)
+    return (dense.astype(wide) + update.astype(wide)).astype(dense.dtype)
