@@ -1,9 +1,11 @@
 """Products on the CPU: native kernels and the tiled path, as ratios to XLA's dense float32 product of the same run.
 
     python benchmarks/cpu_matmul.py [--quick] [--json PATH] [--plot PATH] [--isa avx2|avx512|...]
+    python benchmarks/cpu_matmul.py --read PATH ... --plot PATH
 
-All candidates take turns, round after round; figures are ratios of medians, below 1 is faster than dense float32. Where
-PyTorch or bitsandbytes is installed their products take part too. Then one decode step of a small LLaMA-shaped model.
+All candidates take turns, round after round; figures are ratios of medians, below 1 is faster than dense float32. With
+`--rivals` the products of PyTorch and bitsandbytes take part too. Then one decode step of a small LLaMA-shaped model.
+A long run can be cut into pieces and joined with `--read`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from eformer.ops.quantization._kernels.problem import problem_of, spec_of
 
 SIZES = ("4096x4096", "4096x14336", "14336x4096")
 ROWS_OF_X = (1, 2, 4, 8, 16, 32, 64, 128, 512)
-# (format, M) -> the ratio not to exceed: 4096 x 4096, dot form, float32 activations, AVX-512 and two threads.
+# (format, M) -> the ratio not to exceed: 4096 x 4096, float32 activations, AVX-512, two threads, dot form. The axpy
+# form may take AXPY times as long.
 LIMITS = {
     (fmt, m): limit
     for fmt, limits in {
@@ -39,6 +43,9 @@ LIMITS = {
     }.items()
     for m, limit in zip((1, 4, 16, 128), limits, strict=True)
 }
+AXPY = 1.4
+BFLOAT16_LIMITS = {(fmt, 128): 0.6 for fmt in FORMATS}
+AVX2_LIMITS = {("nf4", 1): 0.45, ("nf4", 16): 1.0}
 
 
 def product(fmt: str, form: str, cols: int, preference: str) -> Any:
@@ -81,25 +88,38 @@ def measure(options: argparse.Namespace, size: str, m: int, form: str, dtype: st
     seconds = interleaved(candidates(options, k, n, m, form, dtype), options.rounds, at_most=options.seconds)
     dense = seconds["dense f32"]
     ratios = {name: value / dense for name, value in seconds.items()}
-    return {"k": k, "n": n, "m": m, "form": form, "dtype": dtype, "dense_ms": 1e3 * dense, "ratios": ratios}
+    facts = {"k": k, "n": n, "m": m, "form": form, "dtype": dtype, "isa": ISAS.get(options.isa)}
+    return {**facts, "dense_ms": 1e3 * dense, "ratios": ratios}
+
+
+def limit_of(result: dict[str, Any], fmt: str) -> float | None:
+    if (result["k"], result["n"]) != (4096, 4096):
+        return None
+    case = fmt, result["m"]
+    if result.get("isa") is not None:
+        return AVX2_LIMITS.get(case) if (result["isa"], result["form"]) == ("avx2", "dot") else None
+    if result["dtype"] == "bfloat16":
+        return BFLOAT16_LIMITS.get(case)
+    return LIMITS[case] * (AXPY if result["form"] == "axpy" else 1) if case in LIMITS else None
 
 
 def verdict(result: dict[str, Any], name: str) -> str:
+    """Is a native product within its limit, and no slower than the tiled path?"""
     fmt, _, path = name.partition(" ")
-    standard = (result["k"], result["n"], result["form"], result["dtype"]) == (4096, 4096, "dot", "float32")
-    limit = LIMITS.get((fmt, result["m"])) if standard and path == "native" else None
-    if limit is None:
+    if path != "native":
         return ""
-    return f"<= {limit:.2f} {'ok' if result['ratios'][name] <= limit else 'OVER'}"
+    ratio, tiled, limit = result["ratios"][name], result["ratios"].get(f"{fmt} tiled"), limit_of(result, fmt)
+    words = [] if limit is None else [f"<= {limit:.2f} {'ok' if ratio <= limit else 'OVER'}"]
+    return " ".join([*words, *(["SLOWER THAN TILED"] if tiled is not None and ratio > tiled else [])])
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """One Markdown table per size, form and dtype: a line per candidate, a column per M."""
     lines: list[str] = []
-    key = lambda r: (r["k"], r["n"], r["form"], r["dtype"])  # noqa: E731
-    for (k, n, form, dtype), group in itertools.groupby(results, key):
+    key = lambda r: (r["k"], r["n"], r["form"], r["dtype"], r.get("isa"))  # noqa: E731
+    for (k, n, form, dtype, isa), group in itertools.groupby(results, key):
         runs = list(group)
-        lines += [f"\n{k} x {n}, {form} form, {dtype} x: time / dense f32\n"]
+        lines += [f"\n{k} x {n}, {form} form, {dtype} x{', ' + isa if isa else ''}: time / dense f32\n"]
         lines += ["| | " + " | ".join(f"M={r['m']}" for r in runs) + " |", "|---" * (len(runs) + 1) + "|"]
         for name in runs[0]["ratios"]:
             cells = [f"{r['ratios'][name]:.2f}" if name != "dense f32" else f"{r['dense_ms']:.1f} ms" for r in runs]
@@ -158,6 +178,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one size, four M, float32, fewer rounds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results to this file")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the first table (needs matplotlib)")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="PATH", help="results of earlier runs: measure nothing")
     parser.add_argument("--sizes", nargs="+", metavar="KxN")
     parser.add_argument("--m", type=int, nargs="+")
     parser.add_argument("--forms", nargs="+", choices=("dot", "axpy"))
@@ -180,8 +201,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = arguments()
+def measured(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
     results: list[dict[str, Any]] = []
     for size, form, dtype in itertools.product(options.sizes, options.forms, options.dtypes):
         for m in options.m:
@@ -189,8 +209,22 @@ def main() -> None:
             for name in results[-1]["ratios"]:
                 line = f"{size:>11} {form:>4} {dtype:>8} M={m:<4} {name:<16} {results[-1]['ratios'][name]:6.3f}"
                 print(line, verdict(results[-1], name), flush=True)
+    return results, {} if options.no_decode else decode(tuple(options.formats), 5 if options.quick else 25)
+
+
+def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Earlier results, joined: of two for one case the later file's counts."""
+    runs = [json.loads(path.read_text()) for path in paths]
+    key = lambda r: tuple(r.get(name) for name in ("k", "n", "form", "dtype", "isa", "m"))  # noqa: E731
+    results = {key(r): r for run in runs for r in run["results"]}
+    tokens = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
+    return list(results.values()), tokens[-1] if tokens else {}
+
+
+def main() -> None:
+    options = arguments()
+    results, tokens = read(options.read) if options.read else measured(options)
     print(table(results))
-    tokens = {} if options.no_decode else decode(tuple(options.formats), 5 if options.quick else 25)
     for name, rate in tokens.items():
         print(f"decode step, 8 layers of width 1024, {name:<8} {rate:7.1f} tokens/s  {rate / tokens['f32']:5.2f} x f32")
     write_json(options.json, results=results, tokens_per_second=tokens)
