@@ -7,6 +7,8 @@ of results where the contracted axis is split, nothing otherwise. So codes and s
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
 import zlib
 from collections import Counter
@@ -19,7 +21,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.jaximus import implicit, materialization_policy
+from eformer.jaximus import implicit, materialization_policy, materialize
 from eformer.ops.quantization import ArrayNF4, ShardingError, quantize
 from eformer.ops.quantization._kernels import qgather, qmatmul, qragged_dot
 from eformer.ops.quantization._kernels.switch import is_kernel_available
@@ -244,6 +246,53 @@ def test_ragged_storage_and_few_experts() -> None:
         want = np.concatenate([x[:1] @ case.dense[0].T, x[1:] @ case.dense[1].T])
         assert relative_error(groups[fmt], want) < 3e-6
         assert relative_error(tables[fmt], case.dense[0][ids]) < 1e-6
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+OPTIONS: dict[str, Any] = {"nf4": {"block_size": BLOCK}}
+
+
+def moved(text: str) -> list[tuple[str, int]]:
+    """Kind and number of values of everything that is moved."""
+    found = []
+    for what, kind in COLLECTIVES.findall(text):
+        for dims in re.findall(r"\[([\d,]*)\]", what):
+            found.append((kind, math.prod(int(n) for n in dims.split(",") if n)))
+    return found
+
+
+def test_quantizing() -> None:
+    """Every device encodes its own part. NF4 needs nothing from the others, the rest at most a number per channel."""
+    mesh = mesh_of()
+    w = jnp.asarray(seeded("encode").standard_normal((COLS, 64)), jnp.float32)
+    encode = {kind: functools.partial(quantize, dtype=kind, **OPTIONS.get(kind, {})) for kind in FORMATS}
+    expected = {kind: np.asarray(run(w).materialize()) for kind, run in encode.items()}
+    for spec in (P("a"), P(None, "a"), P("a", "b")):
+        split = jax.device_put(w, NamedSharding(mesh, spec))
+        found, text = compiled(lambda w: {kind: run(w) for kind, run in encode.items()}, split)
+        for kind, q in found.items():
+            np.testing.assert_allclose(q.materialize(), expected[kind], rtol=5e-7 if "nary" in kind else 0)
+        assert all(op == SUM and size <= COLS for op, size in moved(text)), (spec, moved(text))
+    assert not moved(compiled(encode["nf4"], split)[1])
+
+
+def test_rows_of_arrays() -> None:
+    """A table split along its rows: the packed rows that were asked for are summed, and the table stays where it is."""
+    mesh, rng = mesh_of(), seeded("rows")
+    w = jnp.asarray(rng.standard_normal((64, COLS)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 64, 6), jnp.int32)
+    look = implicit(lambda q, ids: materialize(jnp.take(q, ids, axis=0)))
+    tables = {kind: quantize(w, dtype=kind, axis=-1, **OPTIONS.get(kind, {})) for kind in FORMATS}
+    for spec, sums in ((P("a"), True), (P(None, "a"), False), (P("a", "b"), True)):
+        split = {kind: q.with_sharding(NamedSharding(mesh, spec)) for kind, q in tables.items()}
+        with materialization_policy("allow"):
+            found, text = compiled(lambda tables, ids: {kind: look(q, ids) for kind, q in tables.items()}, split, ids)
+        for kind, rows in found.items():
+            np.testing.assert_array_equal(rows, np.asarray(tables[kind].materialize())[np.asarray(ids)])
+        assert bool(moved(text)) == sums
+        assert all(op == SUM and size <= 6 * COLS for op, size in moved(text)), (spec, moved(text))
 
 
 # -- explicit meshes and shard_map -------------------------------------------------------------------------------------
