@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A titled table; the first column is text, the others are aligned to the right."""
+    """A titled table; columns of numbers are aligned to the right."""
     if importlib.util.find_spec("rich") is None:
         print(plain_table(title, columns, rows))
     else:
@@ -52,23 +53,35 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
       nf4    4.5
       int8     8
     """
-    lines = [columns, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    cells = [
-        [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))] for line in lines
-    ]
-    return "\n".join([title, *("  " + "  ".join(line).rstrip() for line in cells)])
+    turned = [_padded([column, *(row[i] for row in rows)]) for i, column in enumerate(columns)]
+    return "\n".join([title, *("  " + "  ".join(line).rstrip() for line in zip(*turned, strict=True))])
+
+
+def _padded(cells: Sequence[str]) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.rjust(width) if are_numbers(cells[1:]) else cell.ljust(width) for cell in cells]
+
+
+def are_numbers(cells: Sequence[str]) -> bool:
+    """
+    >>> are_numbers(["1,024", "-3.5%", ""]), are_numbers(["1e-7", "2 × 3"])
+    (True, False)
+    """
+    return all(re.fullmatch(r"([-+]?[\d,.]+(e[-+]?\d+)?%?)?", cell) for cell in cells)
 
 
 def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        justify = "right" if are_numbers([row[i] for row in rows]) else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*row)
     # A file or a pipe has no width to keep to.
     wide = None if sys.stdout.isatty() else 160
-    Console(markup=False, highlight=False, width=wide).print(table)
+    console = Console(markup=False, highlight=False, width=wide)
+    console.print(title, soft_wrap=True)  # above the table, since a title of it would be wrapped to its width
+    console.print(table)
