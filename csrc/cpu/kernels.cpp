@@ -45,9 +45,11 @@ void product(const Product& p, Runtime& runtime) {
   if (Narrow::takes(p)) return Narrow::run(p, runtime);
   if (SmallAxpy<format>::takes(p)) return SmallAxpy<format>::run(p, runtime);
 #if defined(__AMX_BF16__)
-  // Products of parts per value: 1 or 3; NF4 times f32 would take 6, which is no faster than f32 arithmetic.
+  // Products of parts per value: 1 or 3; NF4 times f32 would take 6, which is no faster than f32 arithmetic. Splitting D in
+  // three takes as long for 1 row of x as for 16.
   if constexpr (format == Format::nf4) {
-    if (exact_bf16(p)) return panels<AmxEngine<1, 3>, format>(p, runtime);
+    constexpr int64_t rows_that_pay = 20;
+    if (exact_bf16(p) && p.m > rows_that_pay) return panels<AmxEngine<1, 3>, format>(p, runtime);
   } else {
     return exact_bf16(p) ? panels<AmxEngine<1, 1>, format>(p, runtime) : panels<AmxEngine<3, 1>, format>(p, runtime);
   }
