@@ -43,12 +43,12 @@ class Row:
         return self.nbytes / 1e6
 
 
-def quantized(params: Any, names: Sequence[str] = tuple(FORMATS), **options: Any) -> dict[str, Any]:
-    """The model in each of these formats; the dense one stays usable."""
+def quantized(params: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The model in each of these formats (default: all); the dense one stays usable."""
     made = {}
-    for name in names:
+    for name in FORMATS if names is None else names:
         chosen = FORMATS[name]
-        made[name] = params if chosen is None else quantize_tree(params, default=chosen, donate=False, **options)
+        made[name] = params if chosen is None else quantize_tree(params, default=chosen, donate=False)
     return made
 
 
