@@ -1,6 +1,6 @@
 """Time of products with quantized matrices on a GPU, against dense bfloat16 in JAX and the kernels of PyTorch.
 
-    python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N]
+    python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N] [--rows M ...] [--form axpy] [--no-torch]
 
 Every product is timed over several matrices inside one compiled program, so that no matrix comes from the cache. TB/s
 counts codes, scales, x and y; the percentage is of a device-to-device copy measured in the same run.
@@ -35,7 +35,7 @@ def copy_bandwidth() -> float:
     return 2 * block.nbytes / microseconds(jax.jit(lambda v: v + 1), block, calls=5) / 1e6
 
 
-def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str]) -> list[dict[str, Any]]:
+def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str], form: str = "dot") -> list[dict[str, Any]]:
     count = max(2, min(32, (6 << 30) // (2 * k * n)))
     calls = 10 if m < 1000 else 2
     keys = jax.random.split(jax.random.key(k + n + m), count)
@@ -45,17 +45,20 @@ def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str]) -> lis
     del dense
     rows = [{"k": k, "n": n, "m": m, "format": "dense", "us": base}]
     for fmt in formats:
-        stored = [storage(key, fmt, n, k) for key in keys]
-        block = BLOCK if fmt == "nf4" else None
+        stored = [storage(key, fmt, *((n, k) if form == "dot" else (k, n))) for key in keys]
+        if form == "axpy" and fmt != "nf4":  # a scale for every result
+            stored = [(codes, jnp.ones((1, n)) + scale[0, 0]) for codes, scale in stored]
+        how = {"fmt": fmt, "form": form, "cols": k if form == "dot" else n, "block": BLOCK if fmt == "nf4" else None}
 
-        def products(x: Any, stored: Any, fmt: str = fmt, block: Any = block) -> Any:
-            return corner_of([qmatmul(x, c, s, fmt=fmt, form="dot", cols=k, block=block) for c, s in stored])
+        def products(x: Any, stored: Any, how: Any = how) -> Any:
+            return corner_of([qmatmul(x, c, s, **how) for c, s in stored])
 
         us = microseconds(jax.jit(products), x, stored, calls=calls) / count
         moved = code_bytes(fmt, n, k) + 2 * m * (n + k)
         speed = moved / us / 1e6
-        rows.append({"k": k, "n": n, "m": m, "format": fmt, "us": us, "ratio": us / base, "tb_s": speed,
-                     "percent_of_copy": 100 * speed / bandwidth, "target": TARGETS.get((fmt, m))})  # fmt: skip
+        name = fmt if form == "dot" else f"{fmt} {form}"
+        rows.append({"k": k, "n": n, "m": m, "format": name, "us": us, "ratio": us / base, "tb_s": speed,
+                     "percent_of_copy": 100 * speed / bandwidth, "target": TARGETS.get((name, m))})  # fmt: skip
     return rows
 
 
@@ -124,6 +127,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
+    parser.add_argument("--form", choices=("dot", "axpy"), default="dot")
+    parser.add_argument("--no-torch", action="store_true", help="leave PyTorch and bitsandbytes out")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print("no GPU: nothing to measure")
@@ -135,10 +141,12 @@ def main() -> None:
               "copy_tb_s": bandwidth, "rows": []}  # fmt: skip
     print(f"{device.device_kind}, copy {bandwidth:.2f} TB/s")
     for k, n in SHAPES[:1] if options.quick else SHAPES:
-        for m in ROWS[:2] if options.quick else ROWS:
+        for m in options.rows[:2] if options.quick else options.rows:
             if time.monotonic() - begin > options.seconds:
                 continue
-            rows = measure(k, n, m, bandwidth, list(PER_BYTE)) + (with_torch(k, n, m) if m <= 64 else [])
+            rows = measure(k, n, m, bandwidth, list(PER_BYTE), options.form)
+            if m <= 64 and options.form == "dot" and not options.no_torch:
+                rows += with_torch(k, n, m)
             result["rows"] += rows
             print("\n".join(map(show, rows)), flush=True)
             if options.json:

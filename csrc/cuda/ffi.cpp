@@ -10,7 +10,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 1;
+constexpr int64_t abi_version = 2;
 constexpr int64_t per_byte[4] = {2, 1, 4, 8};
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("eformer: " + what); }
@@ -81,6 +81,27 @@ ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   return product(stream, x, *y, p, tiles, splits);
 }
 
+ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+                int64_t outs, int64_t splits) {
+  WideProduct w{};
+  Product& p = w.p;
+  if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  const auto xd = x.dimensions(), yd = y->dimensions();
+  const int64_t deep = axpy ? p.d.rows : cols, across = axpy ? cols : p.d.rows;
+  if (xd.size() != 3 || yd.size() != 3 || xd[0] != p.d.count || xd[2] != deep || yd[0] != xd[0] || yd[1] != xd[1] ||
+      yd[2] != across)
+    return invalid("x and y do not fit the codes.");
+  const auto x_type = float_type(x), y_type = float_type(*y);
+  if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
+  if (fmt != 0 && p.d.scale && (axpy ? p.d.scale_rows : p.d.scale_cols) != 1)
+    return invalid("scales along the contracted axis belong into x.");
+  p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type, p.m = xd[1];
+  p.y = y->untyped_data(), p.y_dtype = *y_type, p.splits = static_cast<int>(splits);
+  w.axpy = axpy != 0, w.width = static_cast<int>(width), w.outs = static_cast<int>(outs);
+  return finished(*x_type == 1 ? multiply_wide_bf16(stream, w) : multiply_wide_f16(stream, w));
+}
+
 ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::Buffer<ffi::S32> groups, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block,
                   int64_t tiles) {
@@ -132,6 +153,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQmatmul, qmatmul,
                                   .Attr<int64_t>("cols")
                                   .Attr<int64_t>("block")
                                   .Attr<int64_t>("tiles")
+                                  .Attr<int64_t>("splits"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaWide, wide,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("axpy")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("outs")
                                   .Attr<int64_t>("splits"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaRagged, ragged,

@@ -43,4 +43,13 @@ cudaError_t multiply_bf16(cudaStream_t stream, const Product& p);
 cudaError_t multiply_f16(cudaStream_t stream, const Product& p);
 cudaError_t decode_rows(cudaStream_t stream, const Rows& r);
 
+// For more rows of x, on Hopper. Outs are the rows of y.T: rows of D (dot form) or columns (axpy form).
+struct WideProduct {
+  Product p;        // splits as there, without memory for partial sums
+  int axpy;         // 1 for the axpy form
+  int width, outs;  // rows of x and outs per block
+};
+cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w);
+cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w);
+
 }  // namespace eformer

@@ -29,8 +29,13 @@ struct Boxes {
   CUtensorMapDataType type;
   uint64_t sizes[3], pitches[2];  // in elements; in bytes, of the second and third axis
   uint32_t box[3];
-  bool swizzle;  // 16-byte chunks of 128-byte rows change places with the row number
+  int swizzle;  // 16-byte chunks of rows of 128 (or, said so, 64 or 32) bytes change places with the row number
 };
+
+inline CUtensorMapSwizzle swizzle_of(int swizzle) {
+  return swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+       : swizzle ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
+}
 
 // What lies outside is read as zeros. Returns false where the engine cannot take the array.
 inline bool make_tensor_map(CUtensorMap* map, const Boxes& b) {
@@ -39,7 +44,7 @@ inline bool make_tensor_map(CUtensorMap* map, const Boxes& b) {
   const cuuint64_t sizes[3] = {b.sizes[0], b.sizes[1], b.sizes[2]}, pitches[2] = {b.pitches[0], b.pitches[1]};
   const cuuint32_t box[3] = {b.box[0], b.box[1], b.box[2]}, steps[3] = {1, 1, 1};
   return encode(map, b.type, 3, const_cast<void*>(b.base), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                b.swizzle ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                swizzle_of(b.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

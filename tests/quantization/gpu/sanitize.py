@@ -19,6 +19,10 @@ TABLE = [
     (40, 96, 3, {"fmt": "nf4", "block": 32}),
 ]
 TABLE += [(40, 520, m, {"fmt": fmt}) for fmt in ("int8", "ternary", "binary") for m in (1, 12, 20, 40)]
+# The wide kernel: columns in whole chunks of 16 bytes; tiles with and without edges, splits of the depth.
+TABLE += [
+    (136, 1280, m, how) for how in (NF4, {"fmt": "int8"}, {"fmt": "ternary"}, {"fmt": "binary"}) for m in (40, 140)
+]
 PER_BYTE = {"int8": 1, "ternary": 4, "binary": 8}
 
 
@@ -36,12 +40,13 @@ def main() -> None:
             codes = codes.astype(np.int8 if how["fmt"] == "int8" else np.uint8)
             scale = rng.random((rows, 1)).astype(np.float32)
         y = qmatmul(x, codes, scale, form="dot", cols=cols, **how)
-        # Not the backward product: its matrix product is XLA's, whose own kernels the sanitizer does not survive.
+        # The other form only where the matrix product is not XLA's, whose own kernels the sanitizer does not survive.
+        back = qmatmul(jnp.ones((m, rows), x.dtype), codes, scale, form="axpy", cols=cols, **how) if cols == 1280 else y
         looked_up = qgather(codes, scale, np.arange(0, rows, 3), cols=cols, **how)
         sizes = jnp.array([m // 2, m - m // 2])
         ragged = qragged_dot(x, codes[None].repeat(2, 0), scale, sizes, form="dot", cols=cols, **how)
         assert all(
-            bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in jax.block_until_ready((y, looked_up, ragged))
+            bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in jax.block_until_ready((y, back, looked_up, ragged))
         )
     print(f"{len(table)} products, each with its ragged twin and a lookup: finite")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from eformer.ops.quantization._kernels import cuda, explain, qgather, qragged_dot
+from eformer.ops.quantization._kernels.cuda import _wide
 from eformer.ops.quantization._kernels.problem import problem_of, spec_of
 
 from ..kernel_cases import FORMATS, SCALES, Case, make_case
@@ -25,8 +27,11 @@ EXACT = 1e-3
 SIZES = (
     (128, 4096, 1), (130, 1024, 1), (64, 2048, 2), (48, 96, 3), (129, 1088, 5), (16, 512, 8), (301, 777, 9),
     (257, 2049, 16), (33, 513, 17), (256, 1536, 31), (17, 5000, 33), (112, 1024, 64), (3, 40, 2), (4096, 4096, 16),
+    # What the wide kernel takes: edges of its tiles of rows, columns and x, and splits of the depth.
+    (520, 1152, 50), (200, 2176, 100), (136, 640, 129), (264, 1408, 200), (640, 1280, 300),
+    (1032, 2048, 64), (72, 128, 20),
 )  # fmt: skip
-BLOCKS = (64, 64, 32, 96, 128, 512, 64, 64, 32, 128, 96, 64, 32, 64)
+BLOCKS = (64, 64, 32, 96, 128, 512, 64, 64, 32, 128, 96, 64, 32, 64, 64, 128, 64, 192, 256, 64, 64)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -92,6 +97,27 @@ def test_batched_and_large(fmt: str) -> None:
     for case, value, y in zip((stack, stack, large), (x, wide, many), ys, strict=True):
         assert y.dtype == jnp.float32
         assert error(y, case.expected(np.asarray(value, np.float64))) <= 3e-3
+
+
+def chosen(cut: _wide.Cut, *_: Any) -> _wide.Cut:
+    return cut
+
+
+def test_every_shape_of_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cuts give the same product, whatever the table prefers."""
+    rng = np.random.default_rng(25)
+    for fmt, form in itertools.product(FORMATS, ("dot", "axpy")):
+        options = {} if fmt == "nf4" else {"scale": "row" if form == "dot" else "column"}
+        case = make_case(rng, fmt, 648, 2432, **options)
+        x = jnp.asarray(rng.standard_normal((75, 2432 if form == "dot" else 648)), jnp.bfloat16)
+        expected = case.expected(np.asarray(x, np.float64), form)
+        found = []
+        for (width, outs), splits in itertools.product(_wide.costs_of(fmt, form), (1, 2, 3, 4)):
+            monkeypatch.setattr(_wide, "cut", functools.partial(chosen, _wide.Cut(width, outs, splits)))
+            found.append(jax.jit(functools.partial(case.product, form=form)).lower(x).compile()(x))
+        assert len(found) == 4 * len(_wide.costs_of(fmt, form))
+        for y in found:
+            assert error(y, expected) <= 3e-3, (fmt, form)
 
 
 def test_transforms() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from eformer.ops.quantization._kernels import cuda, explain, native, qragged_dot
-from eformer.ops.quantization._kernels.cuda import _refusals, tuning
+from eformer.ops.quantization._kernels.cuda import _refusals, _wide, tuning
 from eformer.ops.quantization._kernels.problem import problem_of, spec_of
 
 from ..kernel_cases import FORMATS, make_case
@@ -63,7 +64,8 @@ def test_what_is_refused_is_refused_with_a_reason() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_lowering_calls_the_kernel(fmt: str) -> None:
     case = make_case(RNG, fmt, 256, 512, **({} if fmt == "nf4" else {"scale": "row"}))
-    few, many = jnp.ones((4, 512), jnp.bfloat16), jnp.ones((500, 512), jnp.bfloat16)
+    few, many = jnp.ones((4, 512), jnp.bfloat16), jnp.ones((1500, 512), jnp.bfloat16)
+    some = jnp.ones((500, 512), jnp.bfloat16)
     text = lowered(case.product, few)
     assert text.count("@eformer_cuda_qmatmul") == 1
     assert f"fmt = {FORMATS.index(fmt)} : i64" in text
@@ -71,8 +73,46 @@ def test_lowering_calls_the_kernel(fmt: str) -> None:
     text = lowered(case.product, many)
     assert text.count("@eformer_cuda_dequant") == 1
     assert "dot_general" in text
+    text = lowered(case.product, some)
+    assert text.count("@eformer_cuda_wide") == 1
+    assert "axpy = 0 : i64" in text
+    assert "dot_general" not in text
     text = lowered(jax.grad(lambda x: case.product(x).sum()), few)
-    assert "@eformer_cuda_dequant" in text, "the backward product is the other form"
+    assert text.count("@eformer_cuda_wide") == 1, "the backward product is the other form"
+    assert "axpy = 1 : i64" in text
+
+
+@pytest.mark.usefixtures("present")
+def test_what_the_wide_kernel_leaves_to_others() -> None:
+    """Rows that are no multiple of 16 bytes, short blocks, scales both ways, chips without its instruction."""
+    x = jnp.ones((40, 520), jnp.bfloat16)
+    odd = {"int8": {"scale": "row"}, "ternary": {"scale": "row"}, "nf4": {"block": 96}}
+    for fmt, options in odd.items():
+        assert "@eformer_cuda_wide" not in lowered(make_case(RNG, fmt, 64, 520, **options).product, x)
+    x = jnp.ones((40, 512), jnp.bfloat16)
+    text = lowered(make_case(RNG, "int8", 64, 512, scale="full").product, x)
+    assert "@eformer_cuda_wide" not in text
+    case = make_case(RNG, "int8", 64, 512, scale="column")
+    assert "@eformer_cuda_wide" in lowered(case.product, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_wide, "has_wgmma", lambda: False)
+        assert "@eformer_cuda_wide" not in lowered(make_case(RNG, "int8", 64, 512, scale="row").product, x)
+
+
+def test_the_cut_of_the_wide_kernel() -> None:
+    """The measured best on an H200, one block per multiprocessor where there is work for all."""
+    best = {
+        (64, 14336, 4096): (64, 128, 1), (64, 4096, 4096): (64, 64, 2), (64, 4096, 14336): (64, 64, 2),
+        (64, 8192, 8192): (64, 128, 2), (64, 28672, 8192): (64, 128, 1), (256, 14336, 4096): (256, 128, 1),
+        (256, 4096, 4096): (128, 64, 1), (256, 4096, 14336): (128, 64, 1), (256, 8192, 8192): (256, 128, 2),
+    }  # fmt: skip
+    assert {sizes: _wide.cut("nf4", "dot", 1, *sizes) for sizes in best} == best
+    sizes = itertools.product(FORMATS, ("dot", "axpy"), (1, 33, 100, 1024), (8, 4096), (8, 4096))
+    for fmt, form, m, outs, deep in sizes:
+        width, block, splits = _wide.cut(fmt, form, 2, m, outs, deep)
+        assert (width, block) in _wide.costs_of(fmt, form)
+        assert width >= min(m, 128)
+        assert 1 <= splits <= max(deep // 512, 1)
 
 
 @pytest.mark.usefixtures("present")

@@ -1,7 +1,7 @@
 """The custom calls. Sizes and dtypes have been checked (`_refusals`); what arrives here is what the handlers take.
 
-Few rows of x: the kernel decodes while it multiplies. Many: the matrix is decoded once, at the speed of a copy, and
-XLA multiplies with cuBLAS.
+Few rows of x, and on Hopper up to a thousand: a kernel decodes while it multiplies. More: the matrix is decoded once,
+at the speed of a copy, and XLA multiplies with cuBLAS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jax import lax
 
 from ..avals import result_type
 from ..problem import FORMATS, Problem, Spec, out_shape
-from ._library import DEQUANT, GATHER, QMATMUL, RAGGED
+from . import _wide
+from ._library import DEQUANT, GATHER, QMATMUL, RAGGED, WIDE
 from .tuning import cut, generation
 
 Result = tuple[tuple[int, ...], np.dtype]
@@ -40,7 +41,10 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array |
         return array.reshape(count, *array.shape[axes:])
 
     operands = (flat(x), flat(codes), None if scale is None else flat(scale))
-    run = _fused if decodes_while_multiplying(problem) else _decode_first
+    if _wide.takes(problem):
+        run = _fused_wide
+    else:
+        run = _fused if decodes_while_multiplying(problem) else _decode_first
     return run(problem, *operands).reshape(out_shape(problem.spec, x, codes))
 
 
@@ -57,16 +61,29 @@ def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | 
     return y if merge is None else merge(y).astype(spec.out_dtype)
 
 
+def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    spec = problem.spec
+    x, scale, merge = prepare(problem, x, scale)
+    batch, m, deep = x.shape
+    outs = problem.rows if spec.form == "dot" else spec.cols
+    width, block_outs, splits = _wide.cut(spec.fmt, spec.form, batch, m, outs, deep)
+    operands = (x, codes, _empty() if scale is None else scale)
+    result: Result = ((batch, m, outs), spec.out_dtype if merge is None else F32)
+    shape = {"axpy": int(spec.form == "axpy"), "width": width, "outs": block_outs, "splits": splits}
+    (y,) = _call(WIDE, [result], operands, **_attributes(spec), **shape)
+    return y if merge is None else merge(y).astype(spec.out_dtype)
+
+
 def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
     """x in 16 bits, a scale the kernel takes, and what makes y of its result (None: nothing).
 
-    A scale along the contracted columns goes into x. A float32 x becomes two bfloat16 that add up to it, as more rows.
+    A scale along the contracted axis goes into x. A float32 x becomes two bfloat16 that add up to it, as more rows.
     """
     if problem.fmt == "nf4":
         assert scale is not None  # checked with the storage
         scale = scale.astype(F32) if scale.dtype == F16 else scale
-    elif scale is not None and scale.shape[-1] != 1:
-        x = x.astype(F32) * scale.astype(F32)
+    elif scale is not None and scale.shape[-1 if problem.spec.form == "dot" else -2] != 1:
+        x = x.astype(F32) * scale.astype(F32).reshape(scale.shape[0], 1, -1)
         scale = None
         x = x if problem.x_dtype == F32 else x.astype(BF16)
     if x.dtype != F32:

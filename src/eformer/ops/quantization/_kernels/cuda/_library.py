@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .. import native
 
-QMATMUL, RAGGED, GATHER, DEQUANT = (
-    "eformer_cuda_qmatmul", "eformer_cuda_ragged", "eformer_cuda_gather", "eformer_cuda_dequant",
+QMATMUL, WIDE, RAGGED, GATHER, DEQUANT = (
+    "eformer_cuda_qmatmul", "eformer_cuda_wide", "eformer_cuda_ragged", "eformer_cuda_gather", "eformer_cuda_dequant",
 )  # fmt: skip
 
 LIBRARY = native.Library(
@@ -15,9 +15,10 @@ LIBRARY = native.Library(
     package=__name__.rpartition(".")[0],
     filename="libeformer_cuda.so",
     abi_symbol="eformer_cuda_abi",
-    abi=1,
+    abi=2,
     targets=(
         (QMATMUL, "EformerCudaQmatmul"),
+        (WIDE, "EformerCudaWide"),
         (RAGGED, "EformerCudaRagged"),
         (GATHER, "EformerCudaQgather"),
         (DEQUANT, "EformerCudaDequant"),

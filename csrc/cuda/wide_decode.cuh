@@ -1,0 +1,261 @@
+// Codes in shared memory to the left operand of `wgmma`: 64 rows of weights, 16 columns per instruction, in registers.
+//
+// A lane (g = lane / 4, t = lane % 4) of warp w holds, of the rows 16 w + g and 16 w + g + 8, the columns (2t, 2t + 1)
+// and (2t + 8, 2t + 9), in this order of registers: first row, second row, first row + 8 columns, second row + 8 columns.
+// x is the other operand and lies in shared memory in its natural order, so the order of the columns is given.
+//
+// A decoder fills the 16 registers of one step: dot form 64 columns of one tile of 64 rows, axpy form 32 of two tiles.
+// It first loads stored words, which is worth doing a step ahead.
+#pragma once
+
+#include "decode.cuh"
+#include "wide_mma.cuh"
+
+namespace eformer {
+
+enum Form : int { kDot = 0, kAxpy = 1 };
+
+// What a stage of codes is. `outs` are the rows of y.T, `deep` the axis that is summed over. SIDES warpgroups have outs of
+// their own, D of them share the same outs and take turns with the depth.
+template <int FMT, int FORM, int SIDES, int D>
+struct WideStage {
+  static constexpr int kPerByte = FMT == kNf4 ? 2 : FMT == kInt8 ? 1 : FMT == kTernary ? 4 : 8;
+  static constexpr int kTiles = FORM == kDot ? 1 : 2;  // tiles of 64 outs per warpgroup
+  static constexpr int kOuts = 64 * kTiles;            // of a warpgroup
+  static constexpr int kAllOuts = SIDES * kOuts;
+  static constexpr int kDeep = FORM == kAxpy || (FMT == kInt8 && D == 1) ? 128 : 256;
+  static constexpr int kXStages = kDeep / 64;
+  static constexpr int kSteps = FORM == kDot ? 1 : 2;  // per 64 columns of x
+  static constexpr int kRowBytes = (FORM == kDot ? kDeep : kAllOuts) / kPerByte;  // of a stored row
+  static constexpr int kBoxBytes = kRowBytes < 128 ? kRowBytes : 128;
+  static constexpr int kBoxes = kRowBytes / kBoxBytes, kBoxRows = FORM == kDot ? kAllOuts : kDeep;
+  static constexpr int kBytes = kBoxRows * kRowBytes;
+  // Scales of NF4, as pairs of 16-bit floats: dot (s, s) for every out and 64 columns, axpy those of two neighbours
+  // along the depth for every 64 outs. A scale is the sum of two such floats, so that only the product is rounded; the
+  // second ones lie behind all first ones. They are made in pieces of kScales.
+  static constexpr int kScales = FORM == kDot ? kXStages : kAllOuts / 64;
+  static constexpr int kRest = FMT == kNf4 ? (FORM == kDot ? kAllOuts : kDeep / 2) * kScales * 4 : 0;
+  static constexpr int kScaleBytes = 2 * kRest;
+  // Loading the words of the next step early pays where they are many and no table is waited for.
+  static constexpr bool kAhead = FMT == kInt8;
+};
+
+#if EFORMER_HAS_WGMMA
+
+// Constants that come out of shared memory stay in registers, where the compiler would repeat those it knows: with one of
+// them in a register, (a & b) | c is a single instruction.
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void load_words(uint32_t* to, uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address));
+}
+// v * (scale + rest), rounded once.
+template <class E>
+__device__ __forceinline__ uint32_t times(uint32_t v, uint32_t scale, uint32_t rest) {
+  return Pair<E>::fma(v, scale, Pair<E>::mul(v, rest));
+}
+// Fields of WIDTH bits in both halves of a register: (field | 2^n) * factor - bias.
+template <class E, int LOW_BIT, int HIGH_BIT, int WIDTH>
+struct Fields {
+  static constexpr uint32_t kMask = ((1u << WIDTH) - 1) << LOW_BIT | ((1u << WIDTH) - 1) << (HIGH_BIT + 16);
+  // Ternary is c - 1; binary 2 c - 1, so its bit counts twice.
+  static constexpr int kLow = LOW_BIT - (WIDTH == 1), kHigh = HIGH_BIT - (WIDTH == 1), kBits = Pair<E>::kMagicBits;
+  static constexpr uint32_t kFactor = Pair<E>::bits(1, kLow) | Pair<E>::bits(1, kHigh) << 16;
+  static constexpr uint32_t kBias =
+      (Pair<E>::bits((1 << (kBits - kLow)) + 1, 0) | Pair<E>::bits((1 << (kBits - kHigh)) + 1, 0) << 16) | 0x80008000u;
+};
+// Signed bytes in bits 0..7 and 16..23; `magic` is kByteMagic.
+template <class E>
+constexpr uint32_t kByteMagic = item_kind<E> == kBf16 ? 0x43004300u : 0x64806480u;
+template <class E>
+__device__ __forceinline__ uint32_t bytes_to_floats(uint32_t r, uint32_t magic) {
+  if constexpr (item_kind<E> == kBf16) {  // 128 + low seven bits, minus 128 or (sign bit set) 256
+    return Pair<E>::fma((r & 0x00800080u) | magic, 0xBF80BF80u, (r & 0x007F007Fu) | magic);
+  } else {
+    return Pair<E>::fma((r & 0x00FF00FFu) ^ magic, 0x3C003C00u, 0xE480E480u);  // minus 1152
+  }
+}
+
+template <int FMT, class E, int FORM, class S>
+struct WideDecoder;
+
+template <int FMT, class E, class S>
+struct WideDecoder<FMT, E, kDot, S> {
+  using F = Fields<E, FMT == kTernary ? 2 : 3, FMT == kTernary ? 0 : 2, FMT == kTernary ? 2 : 1>;
+  static constexpr int kChunks = 4 / S::kPerByte;                       // of 16 bytes per row and 64 columns
+  static constexpr int kWords = FMT == kBinary ? 2 : kChunks ? 4 * kChunks : 4;  // per row and step
+  struct Words {
+    uint32_t w[2][kWords], scale[2], rest[2];  // rows g and g + 8
+  };
+  uint32_t table, lane4, select, rotate, row, g;
+  uint32_t magic, factor, bias;  // of integers in a float's low bits
+
+  static __device__ __forceinline__ void put_constants(uint32_t* to) {
+    to[0] = FMT == kInt8 ? kByteMagic<E> : Pair<E>::kMagic * 0x00010001u, to[1] = F::kFactor, to[2] = F::kBias;
+  }
+  __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
+    const uint32_t t = lane % 4;
+    g = lane / 4, row = side * 64 + warp * 16 + g;
+    table = table_at, lane4 = lane * 4;
+    select = FMT == kNf4 ? 0x5504 | t << 4 : (2 * t) | (2 * t + 1) << 8;
+    rotate = FMT == kTernary ? 8 * (t / 2) + (t % 2 ? 0 : 4) : (36 - 2 * t) % 32;
+    magic = load_word(constants), factor = load_word(constants + 4), bias = load_word(constants + 8);
+  }
+  // The copy engine has exchanged the 16-byte chunks of a row, as far as its box has them.
+  __device__ __forceinline__ void load(Words& v, uint32_t codes, uint32_t scales, int stage, int) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t r = row + h * 8;
+      if constexpr (FMT == kNf4) {
+        const uint32_t at = scales + (r * S::kXStages + stage) * 4;
+        v.scale[h] = load_word(at), v.rest[h] = load_word(at + S::kRest);
+      }
+      if constexpr (FMT == kNf4 || FMT == kInt8) {
+        constexpr int kPerBox = 8 / kChunks;  // steps in a box
+        const uint32_t box = codes + stage / kPerBox * (S::kAllOuts * 128) + r * 128;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) load_words(v.w[h] + 4 * c, box + ((stage % kPerBox * kChunks + c) ^ g) * 16);
+      } else if constexpr (FMT == kTernary) {
+        load_words(v.w[h], codes + r * 64 + ((stage ^ (r >> 1 & 3)) << 4));
+      } else {
+        asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.w[h][0]), "=r"(v.w[h][1])
+                     : "r"(codes + r * 32 + (((stage >> 1) ^ (r >> 2 & 1)) << 4) + (stage & 1) * 8));
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t look_up(uint32_t word, uint32_t scale, uint32_t rest) const {
+    return times<E>(load_word(table + __byte_perm(word, lane4, select)), scale, rest);
+  }
+  __device__ __forceinline__ uint32_t fields(uint32_t halves) const {
+    return Pair<E>::fma((halves & F::kMask) | magic, factor, bias);
+  }
+  __device__ __forceinline__ void decode(uint32_t (&a)[16], const Words& v) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {  // 16 columns each
+        uint32_t &left = a[4 * k + h], &right = a[4 * k + 2 + h];
+        if constexpr (FMT == kNf4) {
+          left = look_up(v.w[h][2 * k], v.scale[h], v.rest[h]);
+          right = look_up(v.w[h][2 * k + 1], v.scale[h], v.rest[h]);
+        } else if constexpr (FMT == kInt8) {
+          left = bytes_to_floats<E>(__byte_perm(v.w[h][4 * k], v.w[h][4 * k + 1], select), magic);
+          right = bytes_to_floats<E>(__byte_perm(v.w[h][4 * k + 2], v.w[h][4 * k + 3], select), magic);
+        } else if constexpr (FMT == kTernary) {
+          const uint32_t w = __funnelshift_r(v.w[h][k], v.w[h][k], rotate);
+          left = fields(__byte_perm(w, 0, 0x4040)), right = fields(__byte_perm(w, 0, 0x4242));
+        } else {
+          const uint32_t w = __funnelshift_r(v.w[h][k / 2], v.w[h][k / 2], rotate);
+          left = fields(__byte_perm(w, 0, k % 2 ? 0x4242 : 0x4040)), right = fields(__byte_perm(w, 0, k % 2 ? 0x4343 : 0x4141));
+        }
+      }
+    }
+  }
+};
+
+// The stored rows run along the outs, so a pair of neighbours along the depth comes out of two rows.
+template <int FMT, class E, class S>
+struct WideDecoder<FMT, E, kAxpy, S> {
+  struct Words {
+    uint32_t w[2][4], scale[2][2], rest[2][2];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
+  };
+  uint32_t table, lane4, even, odd;  // places of rows 2t and 2t + 1 of a stage
+  uint32_t scale_at, up, magic;
+
+  static __device__ __forceinline__ void put_constants(uint32_t* to) {
+    to[0] = FMT == kInt8      ? kByteMagic<E>
+            : FMT == kTernary ? Pair<E>::kMagic * 0x00010001u
+                              : (Pair<E>::kOne | Pair<E>::kSign) * 0x00010001u;
+  }
+  // How the copy engine exchanges the 16-byte chunks of a row.
+  static __device__ __forceinline__ uint32_t swap(uint32_t row) {
+    return S::kBoxBytes == 128 ? row & 7 : S::kBoxBytes == 64 ? row >> 1 & 3 : S::kBoxBytes == 32 ? row >> 2 & 1 : 0;
+  }
+  __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
+    const uint32_t t = lane % 4, g = lane / 4;
+    table = table_at, lane4 = lane * 4, up = g % 2 * 4, magic = load_word(constants);
+    scale_at = (t * S::kScales + side * 2 + warp / 2) * 4;
+    const uint32_t byte = (side * S::kOuts + warp * 32 + g * 4) / S::kPerByte, chunk = byte % S::kBoxBytes >> 4;
+    const uint32_t box = byte / S::kBoxBytes * S::kDeep * S::kBoxBytes + byte % 16;
+    even = box + 2 * t * S::kBoxBytes + ((chunk ^ swap(2 * t)) << 4);
+    odd = box + (2 * t + 1) * S::kBoxBytes + ((chunk ^ swap(2 * t + 1)) << 4);
+  }
+  static __device__ __forceinline__ uint32_t load_some(uint32_t address) {
+    uint32_t v;
+    if constexpr (FMT == kInt8) {
+      v = load_word(address);
+    } else if constexpr (FMT == kNf4) {
+      asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address));
+    } else {
+      asm volatile("{ .reg .u16 h; ld.shared.u8 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address));
+    }
+    return v;
+  }
+  __device__ __forceinline__ void load(Words& v, uint32_t codes, uint32_t scales, int stage, int part) const {
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t deep = stage * 64 + part * 32 + d * 16 + i % 2 * 8;
+        v.w[d][i] = load_some(codes + (i < 2 ? even : odd) + deep * S::kBoxBytes);
+        if constexpr (FMT == kNf4) {
+          const uint32_t at = scales + scale_at + deep / 2 * S::kScales * 4;
+          if (i < 2) v.scale[d][i] = load_word(at), v.rest[d][i] = load_word(at + S::kRest);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t look_up(uint32_t word, int byte, uint32_t scale, uint32_t rest) const {
+    return times<E>(load_word(table + __byte_perm(word, lane4, 0x5504 | byte << 4)), scale, rest);
+  }
+  // Field i of both halves; see Decoder in decode.cuh.
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    if constexpr (FMT == kTernary) {
+      constexpr int kBits = Pair<E>::kMagicBits, kSlots = kBits / 2;
+      const int bit = 8 * (i / 4) + 6 - 2 * (i % 4), shift = bit / (2 * kSlots) * (2 * kSlots), p = bit - shift;
+      const uint32_t bias = (Pair<E>::bits((1 << (kBits - p)) + 1, 0) | 0x8000u) * 0x00010001u;
+      return Pair<E>::fma(((word >> shift) & (0x00030003u << p)) | magic, Pair<E>::bits(1, p) * 0x00010001u, bias);
+    } else {
+      const int bit = 8 * (i / 8) + 7 - i % 8;
+      return ((word << (15 - bit)) & 0x80008000u) ^ magic;
+    }
+  }
+  // Two times 16 deep; registers of tile i and depth d begin at (2 d + i) * 4.
+  __device__ __forceinline__ void decode(uint32_t (&a)[16], const Words& v) const {
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      uint32_t* to = a + 8 * d;
+      const uint32_t e0 = v.w[d][0], e8 = v.w[d][1], o0 = v.w[d][2], o8 = v.w[d][3];
+      if constexpr (FMT == kNf4) {
+        const uint32_t e = __byte_perm(e0, e8, 0x5410), o = __byte_perm(o0, o8, 0x5410);
+        const uint32_t high = (e & 0xF0F0F0F0u) | (o >> 4 & 0x0F0F0F0Fu), low = (e << 4 & 0xF0F0F0F0u) | (o & 0x0F0F0F0Fu);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t *s = v.scale[d], *r = v.rest[d];
+          to[4 * i] = look_up(high, i, s[0], r[0]), to[4 * i + 1] = look_up(low, i, s[0], r[0]);
+          to[4 * i + 2] = look_up(high, i + 2, s[1], r[1]), to[4 * i + 3] = look_up(low, i + 2, s[1], r[1]);
+        }
+      } else if constexpr (FMT == kInt8) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[i / 2 * 4 + i % 2] = bytes_to_floats<E>(__byte_perm(e0, o0, i | (4 + i) << 8), magic);
+          to[i / 2 * 4 + i % 2 + 2] = bytes_to_floats<E>(__byte_perm(e8, o8, i | (4 + i) << 8), magic);
+        }
+      } else {
+        uint32_t word = __byte_perm(__byte_perm(e0, e8, 0x0040), __byte_perm(o0, o8, 0x0040), 0x5410);
+        if constexpr (FMT == kBinary) word <<= up;
+        constexpr int kNext = FMT == kTernary ? 4 : 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[i / 2 * 4 + i % 2] = pair(word, i), to[i / 2 * 4 + i % 2 + 2] = pair(word, i + kNext);
+        }
+      }
+    }
+  }
+};
+#endif
+
+}  // namespace eformer

@@ -1,0 +1,112 @@
+"""Which products are for the kernel of csrc/cuda/wide.cuh, and how they are cut up for it.
+
+It multiplies with the matrix unit of Hopper (compute capability 9.0), in both forms. `outs` are the results of one row
+of x, `deep` is the contracted axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..problem import Problem
+from .tuning import PER_BYTE
+
+FEWEST = MappingProxyType({"dot": 17, "axpy": 1})  # rows of x
+FEWEST_BINARY = 9  # in the dot form: binary takes as long with 32 rows here as with 16 in the other kernel, or less
+MOST = 1024  # from here on, decoding once and multiplying with cuBLAS is as quick
+
+
+class Cut(NamedTuple):
+    """Rows of x and outs per block, and blocks that share a tile and add up their sums."""
+
+    width: int
+    outs: int
+    splits: int
+
+
+class Cost(NamedTuple):
+    """Microseconds of a block, and of 64 columns in it."""
+
+    block: float
+    step: float
+
+
+# (rows of x, outs) per block, fitted to times on an H200. In the dot form all formats are within 15 % of NF4.
+DOT: Mapping[tuple[int, int], Cost] = MappingProxyType(
+    {
+        (32, 128): Cost(5.5, 0.233), (32, 64): Cost(3.1, 0.155), (64, 128): Cost(6.2, 0.267),
+        (64, 64): Cost(3.5, 0.175), (128, 128): Cost(5.4, 0.424), (128, 64): Cost(4.3, 0.219),
+        (256, 128): Cost(7.0, 0.669),
+    }
+)  # fmt: skip
+AXPY: Mapping[tuple[int, int], Cost] = MappingProxyType(
+    {
+        (32, 256): Cost(1.0, 0.49), (32, 128): Cost(2.5, 0.26), (64, 256): Cost(2.8, 0.533),
+        (64, 128): Cost(5.5, 0.265), (128, 256): Cost(7.6, 0.675), (128, 128): Cost(6.9, 0.35),
+    }
+)  # fmt: skip
+AXPY_NF4: Mapping[tuple[int, int], Cost] = MappingProxyType(
+    {
+        (32, 256): Cost(4.2, 0.586), (32, 128): Cost(1.9, 0.39), (64, 256): Cost(5.9, 0.65),
+        (64, 128): Cost(5.3, 0.387), (128, 256): Cost(10.0, 0.845), (128, 128): Cost(7.1, 0.44),
+    }
+)  # fmt: skip
+CLUSTER_COST = 1.5
+# Blocks that run at once, by the size of the cluster: a cluster lies within a part of the chip.
+AT_ONCE = MappingProxyType({1: 132, 2: 132, 3: 120, 4: 112})
+
+
+@functools.cache
+def has_wgmma() -> bool:
+    """Asked of the first GPU; without one, a program is being lowered for later."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return True
+    return getattr(device, "compute_capability", "") == "9.0"
+
+
+def takes(problem: Problem) -> bool:
+    """Can the wide kernel compute this product, and is it the quickest one that can?"""
+    spec = problem.spec
+    doubled = problem.x_dtype == np.dtype(jnp.float32)  # becomes two numbers of 16 bits
+    if doubled and spec.precision not in (None, lax.Precision.DEFAULT):
+        return False
+    rows = problem.m * (2 if doubled else 1)
+    deep = problem.cols if spec.form == "dot" else problem.rows
+    fewest = FEWEST_BINARY if spec.fmt == "binary" and spec.form == "dot" else FEWEST[spec.form]
+    if not fewest <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
+        return False
+    if spec.fmt == "nf4":
+        return (spec.block or 0) % 64 == 0
+    both_ways = problem.scale_shape is not None and 1 not in problem.scale_shape
+    return problem.cols % (16 * PER_BYTE[spec.fmt]) == 0 and not both_ways
+
+
+def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:
+    return DOT if form == "dot" else AXPY_NF4 if fmt == "nf4" else AXPY
+
+
+@functools.lru_cache(maxsize=1024)
+def cut(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> Cut:
+    """The quickest by the table."""
+    costs, steps = costs_of(fmt, form), -(-deep // 64)
+    enough = min((width for width, _ in costs if width >= m), default=max(width for width, _ in costs))
+    widths = {enough, 128} if enough > 128 else {enough}
+
+    def cost(choice: Cut) -> float:
+        block, step = costs[choice.width, choice.outs]
+        blocks = -(-outs // choice.outs) * -(-m // choice.width) * batch * choice.splits
+        waves = -(-blocks // AT_ONCE[choice.splits])
+        return waves * (block + -(-steps // choice.splits) * step + (CLUSTER_COST if choice.splits > 1 else 0.0))
+
+    choices = [Cut(w, o, s) for w, o in costs if w in widths for s in AT_ONCE if s <= max(steps // 8, 1)]
+    return min(choices, key=lambda choice: (cost(choice), choice))
