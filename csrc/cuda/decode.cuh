@@ -13,10 +13,13 @@
 
 namespace eformer {
 
-__device__ constexpr float kCodebook[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
-    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
-    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+#define EFORMER_CODEBOOK                                                                                       \
+  -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,             \
+      -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,          \
+      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f
+__device__ constexpr float kCodebook[16] = {EFORMER_CODEBOOK};
+constexpr float kHostCodebook[16] = {EFORMER_CODEBOOK};
+#undef EFORMER_CODEBOOK
 
 template <class E>
 struct Pair;
@@ -77,15 +80,21 @@ constexpr float kCodebookFactor<__half> = 1.f;
 // then a byte permutation makes the address out of the code byte and the lane in one instruction.
 constexpr int kTableBytes = 256 * 256;
 
+// `mine` is entry (thread & 15) of the codebook.
+template <class E, int THREADS>
+__device__ __forceinline__ void fill_table(uint8_t* table, int thread, float mine) {
+  mine *= kCodebookFactor<E>;
+#pragma unroll
+  for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
+    int code = i * (THREADS / 8) + (thread >> 3);  // eight lanes write one row
+    uint32_t pair = Pair<E>::pack(__shfl_sync(~0u, mine, code >> 4), __shfl_sync(~0u, mine, code & 15));
+    if (256 * 8 % THREADS == 0 || code < 256)
+      *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair, pair, pair, pair);
+  }
+}
 template <class E>
 __device__ __forceinline__ void fill_table(uint8_t* table, int thread) {
-  const float mine = kCodebook[thread & 15] * kCodebookFactor<E>;
-#pragma unroll
-  for (int i = 0; i < 256 * 8 / kWorkers; ++i) {
-    int code = i * (kWorkers / 8) + (thread >> 3);  // eight lanes write one row
-    uint32_t pair = Pair<E>::pack(__shfl_sync(~0u, mine, code >> 4), __shfl_sync(~0u, mine, code & 15));
-    *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair, pair, pair, pair);
-  }
+  fill_table<E, kWorkers>(table, thread, kCodebook[thread & 15]);
 }
 
 template <int FMT, class E>
@@ -151,6 +160,65 @@ struct Decoder<kBinary, E> {
     const int bit = 8 * (i / 8) + 7 - i % 8;
     return ((word << (15 - bit)) & 0x80008000u) ^ ((Pair<E>::kOne | Pair<E>::kSign) * 0x00010001u);
   }
+};
+
+// The same, but ternary and binary weights come with a known number added: a field is put into a float where it stands,
+// as the bits behind the leading one of a small power of two (or, of bf16, with the last bit of the exponent), and
+// nothing is subtracted. A sum that starts from x times `bias` has that done for all rows of the matrix at once.
+//
+// Masks and powers of two of up to four kinds of fields. They come from outside because the compiler would make two
+// instructions out of two constants.
+struct FieldBits {
+  uint32_t mask[4], base[4];
+};
+
+template <int FMT, class E>
+struct Weights : Decoder<FMT, E> {
+  __device__ __forceinline__ Weights(const uint8_t* table, uint32_t lane4, const FieldBits&) : Decoder<FMT, E>{} {
+    this->table = table, this->lane4 = lane4;
+  }
+};
+
+template <int FMT, class E>
+struct FieldWeights {
+  static constexpr int kBits = FMT == kTernary ? 2 : 1, kKinds = 4 / kBits;
+  // Fields are brought to four bits that start here; there are four shifts, which all pairs of a word share.
+  static constexpr int kWindow = Pair<E>::kMagicBits == 7 ? 4 : 6;
+  static constexpr int kTop = Pair<E>::kMagicBits == 7 ? 1 : 2;  // logarithm of the number the topmost field is added to
+  FieldBits bits;
+  __device__ __forceinline__ FieldWeights(const uint8_t*, uint32_t, const FieldBits& fields) : bits(fields) {}
+
+  static __host__ __device__ constexpr int bit(int i) { return 8 * (i * kBits / 8) + 8 - kBits - i * kBits % 8; }
+  static __host__ __device__ constexpr int kind(int i) { return kKinds - 1 - bit(i) % 4 / kBits; }
+  // Ternary 2 and 8, binary 2, 4, 8 and 16 (with two for a set bit); f16 the double.
+  static __host__ __device__ constexpr int base(int kind) { return 1 << (kTop + kind * kBits); }
+  // Minus what is there too much, twice.
+  static __host__ __device__ constexpr uint32_t bias(int i) {
+    return (Pair<E>::bits(base(kind(i)) + 1, 0) | Pair<E>::kSign) * 0x00010001u;
+  }
+  static FieldBits field_bits() {
+    FieldBits f{};
+    for (int k = 0; k < kKinds; ++k) {
+      f.mask[k] = ((1u << kBits) - 1) * 0x00010001u << (kWindow + 4 - kBits - k * kBits);
+      f.base[k] = Pair<E>::bits(base(k), 0) * 0x00010001u;
+    }
+    return f;
+  }
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+    const int shift = bit(i) / 4 * 4 - kWindow;
+    const uint32_t there = shift < 0 ? word << -shift : word >> shift;
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(there), "r"(bits.mask[kind(i)]), "r"(bits.base[kind(i)]));
+    return d;
+  }
+};
+template <class E>
+struct Weights<kTernary, E> : FieldWeights<kTernary, E> {
+  using FieldWeights<kTernary, E>::FieldWeights;
+};
+template <class E>
+struct Weights<kBinary, E> : FieldWeights<kBinary, E> {
+  using FieldWeights<kBinary, E>::FieldWeights;
 };
 
 }  // namespace eformer

@@ -7,6 +7,7 @@
 
 #include "dot.cuh"
 #include "kernels.h"
+#include "skinny_launch.cuh"
 #include "tensor_map.h"
 
 namespace eformer {
@@ -24,7 +25,7 @@ inline int unit_of(const void* base, int64_t pitch, int64_t stride) {
 }
 
 struct Device {
-  int id, shared_bytes, major;
+  int id, shared_bytes, major, multiprocessors;
 };
 // Asked once per device: a product is launched in microseconds.
 inline cudaError_t current_device(Device* device) {
@@ -39,6 +40,7 @@ inline cudaError_t current_device(Device* device) {
   device->id = id;
   if (cudaError_t e = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id)) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&device->major, cudaDevAttrComputeCapabilityMajor, id)) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id)) return e;
   known.push_back(*device);
   return cudaSuccess;
 }
@@ -171,9 +173,18 @@ cudaError_t launch_format(cudaStream_t stream, const Product& p, const Device& d
 }
 
 template <class E>
-cudaError_t launch_all(cudaStream_t stream, const Product& p) {
+cudaError_t launch_all(cudaStream_t stream, const Product& asked) {
+  Product p = asked;
   Device device;
   if (cudaError_t e = current_device(&device)) return e;
+  if (asked.tiles < 1) {  // the caller leaves it to the kernels
+    if (device.major >= 9) {
+      const cudaError_t error = choose_skinny<E>(stream, asked, device.multiprocessors, device.shared_bytes);
+      if (error != cudaErrorNotSupported) return error;
+    }
+    const int64_t each = ceil_div<int64_t>(p.d.rows * p.d.count, 16 * device.multiprocessors);
+    p.tiles = clamp_to(static_cast<int>(each) - 1, 7) + 1;
+  }
   switch (p.d.fmt) {
     case 0:
       if (p.d.block % 32) return cudaErrorNotSupported;

@@ -20,7 +20,8 @@ class Generation:
 
     `stage_cost` is what a stage costs besides its tiles, by columns of eight rows of x; `block_cost` what starting and
     ending a block costs, `sum_cost` adding up splits. `largest_m` is the number of rows of x up to which decoding
-    inside the product beats decoding first.
+    inside the product beats decoding first. `skinny_m` is the number up to which the kernel of csrc/cuda/skinny.cuh is
+    asked first. It is 0, never, until that kernel has passed the GPU tests in its last form (docs/gpu_kernels.md).
     """
 
     multiprocessors: int
@@ -28,6 +29,7 @@ class Generation:
     stage_cost: Mapping[int, float]
     block_cost: float
     sum_cost: float
+    skinny_m: int = 0
 
 
 STAGE_COST = MappingProxyType({1: 1.0, 2: 2.5, 4: 4.0, 8: 6.0})
@@ -66,8 +68,10 @@ def segment_bytes(fmt: str, columns: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
-    """Tiles per block and splits of the columns."""
+    """Tiles per block and splits of the columns. No tiles: the skinny kernel chooses, or, if it cannot, the library."""
     here, columns = generation(), columns_of(fmt, m)
+    if m <= here.skinny_m:
+        return 0, 1
     stages = -(-cols // (segment_bytes(fmt, columns) * PER_BYTE[fmt]))
     chunks = batch * -(-m // (8 * columns))
 

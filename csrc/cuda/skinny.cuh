@@ -1,0 +1,396 @@
+// y = x @ D.T for at most 8 rows of x, where every microsecond that is not spent on reading D counts.
+//
+// A block owns groups of up to 8 tiles of 16 rows of D. KC columns of a tile are a piece; the pieces of a group, one
+// chunk of columns after the other, are dealt out to the warps, and from then on a warp is alone: it copies
+// its pieces into a ring of its own, RING pieces ahead, decodes and multiplies them, adds the result to sums of its
+// own in shared memory, and waits for nobody until the sums of all warps are added up. So memory is asked from the
+// first cycle to the last, and decoding happens meanwhile. x goes from memory into registers in the order in which the
+// decoded weights come, one chunk ahead, and serves all tiles. The loop over pieces is rolled up: a warp passes it only
+// a few times, and instructions have to be fetched, too.
+#pragma once
+
+#include "decode.cuh"
+#include "skinny_ops.cuh"
+
+namespace eformer {
+
+struct SkinnyArgs {
+  const uint8_t* codes;
+  const uint8_t* scale;  // of whole rows
+  const uint8_t* x;
+  void* y;
+  int32_t m, rows, cols, row_bytes;
+  int32_t tiles, groups, total, chunks;  // tiles per group, groups per matrix and in all, chunks of columns
+  uint32_t tiles_magic, groups_magic;    // 2^31 / tiles and 2^31 / groups, rounded up
+  int32_t scale_cells, share_log;        // 16 bytes of scales per row; groups of 64 columns per block (logarithm)
+  int32_t scale_dtype, row_scale, y_dtype;
+  int32_t width_log;  // lanes of four that keep sums (logarithm)
+  int64_t next_tile, next_chunk;  // bytes from a piece to the next one of its chunk, to the first one of the next chunk
+  int64_t codes_batch, scale_batch, x_batch, y_batch;
+  float book[16];
+  FieldBits fields;
+};
+
+template <int FMT, int NT, int KC, int RING, int WARPS>
+struct SkinnyShape {
+  static constexpr int kThreads = WARPS * 32, kMostTiles = 8;
+  static constexpr int kCells = KC / kPerChunk<FMT>;  // of 16 bytes, per row of a piece
+  static constexpr int kSegment = kCells * 16;
+  static constexpr int kPiece = 16 * kSegment;
+  static constexpr int kRowsPerCopy = kCells == 1 ? 16 : 32 / kCells;
+  static constexpr int kSteps = kPerChunk<FMT> / 16;  // matrix instructions per cell
+  static constexpr int kX = kCells * kSteps * 2;      // registers of x per eight rows of x
+  static constexpr int kGroups = FMT == kNf4 ? KC / 64 : 1;  // sums with scales of their own
+  static constexpr int kRing = FMT == kNf4 ? kTableBytes : 0;
+  static constexpr int kScales = kRing + WARPS * RING * kPiece;
+  // Behind the scales: the sums. The table of NF4 leaves 128 bytes free in every 256; those of four warps live there.
+  static constexpr int kInTable = FMT == kNf4 ? 4 : 0;
+  static __host__ __device__ int scale_pitch(int cells) { return (cells | 1) * 16; }  // rows start in other banks
+  static __host__ __device__ int sums(int cells, int tiles) {
+    return kScales + (FMT == kNf4 ? tiles * 16 * scale_pitch(cells) : 0);
+  }
+  static __host__ __device__ int sum_bytes(int tiles, int width_log) { return tiles * NT * 128 << width_log; }
+  static __host__ __device__ int width_log(int m) { return m <= 2 ? 0 : m <= 4 ? 1 : 2; }
+  static __host__ int shared_bytes(int tiles, int cells, int m) {
+    return sums(cells, tiles) + (WARPS - kInTable) * sum_bytes(tiles, width_log(m));
+  }
+  // Where eight lanes' shares of a warp's sums are: unit n of 128 bytes.
+  static __device__ __forceinline__ int sum_unit(const SkinnyArgs& a, int warp, int n) {
+    if (warp < kInTable) return ((warp * 64 + n) * 2 + 1) * 128;
+    return sums(a.scale_cells, a.tiles) + (warp - kInTable) * sum_bytes(a.tiles, a.width_log) + n * 128;
+  }
+  // Cells change places with the row, so that eight lanes that read a cell do not meet in a bank.
+  static __device__ __forceinline__ int place(int row, int cell) {
+    constexpr int kShift = kCells == 8 ? 0 : kCells == 4 ? 1 : 2;
+    return row * kSegment + ((cell ^ ((row >> kShift) & (kCells - 1))) * 16);
+  }
+};
+
+template <int FMT, class E, int NT, int KC, int RING, int WARPS>
+struct SkinnyWarp {
+  using S = SkinnyShape<FMT, NT, KC, RING, WARPS>;
+  static constexpr bool kBiased = FMT == kTernary || FMT == kBinary;
+
+  const SkinnyArgs& a;
+  Weights<FMT, E> weights;
+  uint8_t* shared;
+  int lane, g, t;
+  int first_chunk, first_tile, count;  // of this warp's pieces in every group
+  int group, tile, left;               // the piece that is asked for next
+  const uint8_t* from;                 // this lane's cell of it
+  uint32_t ring, oldest;               // in shared memory: this warp's ring, the oldest piece in it
+  uint32_t sums, sum_pitch;            // this lane's sums of the first tile, and how far those of the next one are
+  uint32_t b[NT][S::kX];
+  float start[kBiased ? NT : 1][4];  // what sums start from
+  uint32_t scale_at[S::kGroups];     // in shared memory, of the first tile
+
+  __device__ __forceinline__ int matrix_of(int index) const { return __umulhi(2 * index, a.groups_magic); }
+  // The last group of a matrix moves up where it would reach beyond the end; what two groups have in common is equal.
+  __device__ __forceinline__ int row_of(int index) const {
+    return min((index - matrix_of(index) * a.groups) * a.tiles * 16, a.rows - a.tiles * 16);
+  }
+
+  __device__ __forceinline__ void at_group(int index) {
+    group = index, tile = first_tile, left = count;
+    if (index < a.total) {
+      const int64_t row = row_of(index) + first_tile * 16 + lane / S::kCells;
+      from = a.codes + matrix_of(index) * a.codes_batch + row * a.row_bytes + first_chunk * S::kSegment +
+             lane % S::kCells * 16;
+    }
+  }
+  __device__ __forceinline__ void issue() {
+    if (group < a.total) {
+      if (S::kCells > 1 || lane < 16) {
+#pragma unroll
+        for (int j = 0; j < 16; j += S::kRowsPerCopy)
+          copy_async16(oldest + S::place(lane / S::kCells + j, lane % S::kCells),
+                       from + static_cast<uint32_t>(j * a.row_bytes));
+      }
+      const bool last = ++tile == a.tiles;
+      tile = last ? 0 : tile;
+      from += last ? a.next_chunk : a.next_tile;
+      if (--left == 0) at_group(group + gridDim.x);
+    }
+    commit_copies();
+    oldest = oldest + S::kPiece == ring + RING * S::kPiece ? ring : oldest + S::kPiece;
+  }
+
+  // x of one chunk.
+  __device__ __forceinline__ void load_x(int c, int matrix) {
+    constexpr int kPer = kPerChunk<FMT> / 4;  // columns of a lane per cell
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const int64_t row = min(n * 8 + g, a.m - 1);
+      const uint8_t* at = a.x + (matrix * a.x_batch + row * a.cols + c * KC + t * kPer) * 2;
+#pragma unroll
+      for (int cell = 0; cell < S::kCells; ++cell) {
+        if constexpr (kPer == 4) {
+          load_x8(&b[n][2 * cell], at + cell * (kPerChunk<FMT> * 2));
+        } else {
+#pragma unroll
+          for (int i = 0; i < kPer / 8; ++i)
+            load_x16(&b[n][cell * (kPer / 2) + i * 4], at + (cell * kPerChunk<FMT> + i * 8) * 2);
+        }
+      }
+    }
+  }
+  // What load_x will want, into the cache.
+  __device__ __forceinline__ void foresee_x(int c, int matrix) const {
+    constexpr int kLines = KC / 64;
+    const uint8_t* at = a.x + (matrix * a.x_batch + static_cast<int64_t>(c) * KC) * 2 + lane % kLines * 128;
+#pragma unroll
+    for (int r = lane / kLines; r < NT * 8; r += 32 / kLines)
+      if (r < a.m) prefetch(at + static_cast<int64_t>(r) * a.cols * 2);
+  }
+  // Puts x into the order of the decoded pairs: fields are decoded where they stand, partners are half a word apart.
+  __device__ __forceinline__ void take_x() {
+    if constexpr (kBiased) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        constexpr int kWord = S::kSteps * 2;
+        float parts[4][4] = {};
+#pragma unroll
+        for (int i = 0; i < S::kX; i += kWord) {
+          uint32_t pair[kWord];
+#pragma unroll
+          for (int j = 0; j < kWord / 2; ++j) {
+            pair[2 * j] = __byte_perm(b[n][i + j], b[n][i + kWord / 2 + j], 0x5410);
+            pair[2 * j + 1] = __byte_perm(b[n][i + j], b[n][i + kWord / 2 + j], 0x7632);
+          }
+#pragma unroll
+          for (int j = 0; j < kWord; ++j) b[n][i + j] = pair[j];
+        }
+#pragma unroll
+        for (int i = 0; i < S::kX; i += 2) {
+          const uint32_t lo = Weights<FMT, E>::bias(i % kWord), hi = Weights<FMT, E>::bias((i + 1) % kWord);
+          const uint32_t frag[4] = {lo, lo, hi, hi};
+          mma<E>(parts[i / 2 % 4], frag, b[n][i], b[n][i + 1]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) start[n][e] = (parts[0][e] + parts[1][e]) + (parts[2][e] + parts[3][e]);
+      }
+    }
+  }
+
+  // Brings the scales of a group into shared memory, with all other warps.
+  __device__ __forceinline__ void fetch_scales(int index, int warp) const {
+    const int pitch = S::scale_pitch(a.scale_cells), row0 = row_of(index);
+    const uint8_t* src = a.scale + matrix_of(index) * a.scale_batch + static_cast<int64_t>(row0) * (a.scale_cells * 16);
+    const uint32_t dst = shared_address(shared) + S::kScales;
+#pragma unroll 1
+    for (int row = warp; row < a.tiles * 16; row += WARPS)
+#pragma unroll 1
+      for (int cell = lane; cell < a.scale_cells; cell += 32)
+        copy_async16(dst + row * pitch + cell * 16, src + (row * a.scale_cells + cell) * 16);
+    commit_copies();
+  }
+  __device__ __forceinline__ void find_scales(int c) {
+    if constexpr (FMT == kNf4) {
+#pragma unroll
+      for (int j = 0; j < S::kGroups; ++j)
+        scale_at[j] = shared_address(shared) + S::kScales + g * S::scale_pitch(a.scale_cells) +
+                      ((c * S::kGroups + j) >> a.share_log) * item_size(a.scale_dtype);
+    }
+  }
+  // Of rows g and g + 8 of tile i.
+  __device__ __forceinline__ void load_scales(float (&f)[2][S::kGroups], int i) const {
+    const bool plain = a.scale_dtype == kF32 && a.share_log == 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t offset = (i * 16 + h * 8) * S::scale_pitch(a.scale_cells);
+      if (plain && S::kGroups == 4) {
+        load_shared4(f[h][0], f[h][1 % S::kGroups], f[h][2 % S::kGroups], f[h][3 % S::kGroups], scale_at[0] + offset);
+      } else {
+#pragma unroll
+        for (int j = 0; j < S::kGroups; ++j) {
+          const uint32_t bits = load_shared((scale_at[j] + offset) & ~3u);
+          const uint32_t half = (scale_at[j] & 2) ? bits & 0xFFFF0000u : bits << 16;
+          f[h][j] = __uint_as_float(a.scale_dtype == kF32 ? bits : half);
+        }
+      }
+    }
+  }
+
+  // Step `step` of a piece: 16 columns.
+  __device__ __forceinline__ void multiply(float (&sum)[NT][4], const uint32_t (&w)[S::kCells][2], int step) const {
+    const uint32_t upper = w[step / S::kSteps][0], lower = w[step / S::kSteps][1];
+    const int i = step % S::kSteps * 2;
+    const uint32_t frag[4] = {weights.pair(upper, i), weights.pair(lower, i), weights.pair(upper, i + 1),
+                              weights.pair(lower, i + 1)};
+#pragma unroll
+    for (int n = 0; n < NT; ++n) mma<E>(sum[n], frag, b[n][2 * step], b[n][2 * step + 1]);
+  }
+  __device__ __forceinline__ void load_codes(uint32_t (&w)[S::kCells][2]) const {
+    const uint32_t base = oldest;
+    if constexpr (S::kCells == 1) {
+      load_matrix_pair(w[0], base + (lane & 15) * 16);
+    } else {
+#pragma unroll
+      for (int cell = 0; cell < S::kCells; cell += 2) {
+        uint32_t r[4];
+        load_matrices(r, base + S::place(lane & 15, cell + (lane >> 4)));
+        w[cell][0] = r[0], w[cell][1] = r[1], w[cell + 1][0] = r[2], w[cell + 1][1] = r[3];
+      }
+    }
+  }
+  // The product of the oldest piece, which is of tile i, with its part of x.
+  __device__ __forceinline__ void product(float (&sum)[NT][4], int i) const {
+    uint32_t w[S::kCells][2];
+    load_codes(w);
+    if constexpr (FMT == kNf4) {
+      float factor[2][S::kGroups];
+      load_scales(factor, i);
+      constexpr int kPer = S::kCells / S::kGroups * S::kSteps;
+#pragma unroll
+      for (int j = 0; j < S::kGroups; ++j) {
+        float part[NT][4] = {};
+#pragma unroll
+        for (int step = j * kPer; step < (j + 1) * kPer; ++step) multiply(part, w, step);
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float scaled = part[n][e] * factor[e >> 1][j];
+            sum[n][e] = j ? fmaf(part[n][e], factor[e >> 1][j], sum[n][e]) : scaled;
+          }
+      }
+    } else {
+      float part[2][NT][4] = {};  // two chains, whose instructions do not wait for each other
+#pragma unroll
+      for (int n = 0; n < NT && kBiased; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) part[0][n][e] = start[n][e];
+#pragma unroll
+      for (int step = 0; step < S::kCells * S::kSteps; ++step) multiply(part[step % 2], w, step);
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[n][e] = part[0][n][e] + part[1][n][e];
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&sum)[NT][4], int i, bool first) const {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      if (n * 8 + t * 2 >= a.m) continue;
+      const uint32_t at = sums + (i * NT + n) * sum_pitch;
+      float v[4] = {0.f, 0.f, 0.f, 0.f};
+      if (!first) load_shared4(v[0], v[1], v[2], v[3], at);
+      store_shared4(at, v[0] + sum[n][0], v[1] + sum[n][1], v[2] + sum[n][2], v[3] + sum[n][3]);
+    }
+  }
+
+  // One group of rows; x of its first chunk has been asked for.
+  __device__ __forceinline__ void run(int index) {
+    const int next = index + gridDim.x;
+    int c = first_chunk, i = first_tile, rest = count, unseen = count < a.tiles ? 0 : a.tiles;
+    if (unseen == 0) {
+      const float nothing[NT][4] = {};
+      for (int k = 0; k < a.tiles; ++k) add(nothing, k, true);
+    }
+#pragma unroll 1
+    while (rest > 0) {
+      take_x();
+      find_scales(c);
+      const int here = min(rest, a.tiles - i);
+      rest -= here;
+      if (rest > 0) foresee_x(c + 1, matrix_of(index));
+#pragma unroll 1
+      for (const int end = i + here; i < end; ++i) {
+        wait_for_all_but<RING - 1>();
+        __syncwarp();
+        float sum[NT][4];
+        product(sum, i);
+        add(sum, i, unseen > 0);
+        --unseen;
+        __syncwarp();
+        issue();
+      }
+      i = 0, ++c;
+      if (rest > 0) {
+        load_x(c, matrix_of(index));
+      } else if (next < a.total) {
+        load_x(first_chunk, matrix_of(next));
+      }
+    }
+  }
+  // Where the element of y is that a thread stores: four threads per share of a lane.
+  struct Element {
+    int matrix, row, column;
+  };
+  __device__ __forceinline__ Element element(int index, int u) const {
+    const int part = threadIdx.x % 4, row = u >> a.width_log & 7, quarter = u & ((1 << a.width_log) - 1);
+    const int cell = u >> (3 + a.width_log), n = NT == 1 ? 0 : cell % NT;
+    return {matrix_of(index), row_of(index) + cell / NT * 16 + row + (part >> 1) * 8, n * 8 + 2 * quarter + (part & 1)};
+  }
+  __device__ __forceinline__ float factor_of(const Element& e) const {
+    if (FMT == kNf4) return 1.f / kCodebookFactor<E>;
+    if (!a.row_scale || e.row >= a.rows) return 1.f;
+    return load_float(a.scale + e.matrix * a.scale_batch, a.row_scale == 1 ? e.row : 0, a.scale_dtype);
+  }
+  // Adds up what all warps have. `factor` is that of the first element.
+  __device__ __forceinline__ void finish(int index, float factor) const {
+    const int part = threadIdx.x % 4, all = a.tiles * NT * 8 << a.width_log;
+#pragma unroll 1
+    for (int u = threadIdx.x / 4; u < all; u += S::kThreads / 4) {
+      const Element e = element(index, u);
+      if (u >= S::kThreads / 4) factor = factor_of(e);
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int w = 0; w < WARPS / 4; ++w) {
+        const int from = S::sum_unit(a, part + 4 * w, u >> 3) + (u & 7) * 16;
+        const float4 one = *reinterpret_cast<const float4*>(shared + from);
+        v.x += one.x, v.y += one.y, v.z += one.z, v.w += one.w;
+      }
+#pragma unroll
+      for (int d = 1; d < 4; d *= 2) {
+        v.x += __shfl_xor_sync(~0u, v.x, d), v.y += __shfl_xor_sync(~0u, v.y, d);
+        v.z += __shfl_xor_sync(~0u, v.z, d), v.w += __shfl_xor_sync(~0u, v.w, d);
+      }
+      const float total = part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w;
+      const int64_t at = e.matrix * a.y_batch + static_cast<int64_t>(e.column) * a.rows + e.row;
+      if (e.column < a.m && e.row < a.rows) store_float(a.y, at, a.y_dtype, total * factor);
+    }
+  }
+};
+
+template <int FMT, class E, int NT, int KC, int RING, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_constant__ SkinnyArgs a) {
+  using S = SkinnyShape<FMT, NT, KC, RING, WARPS>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  SkinnyWarp<FMT, E, NT, KC, RING, WARPS> w{a, {shared, static_cast<uint32_t>(lane * 4), a.fields}, shared};
+  w.lane = lane, w.g = lane / 4, w.t = lane % 4;
+  const int pieces = a.chunks * a.tiles, first = pieces * warp / WARPS;
+  w.count = pieces * (warp + 1) / WARPS - first;
+  w.first_chunk = __umulhi(2 * first, a.tiles_magic), w.first_tile = first - w.first_chunk * a.tiles;
+  w.ring = w.oldest = shared_address(shared) + S::kRing + warp * (RING * S::kPiece);
+  w.at_group(w.count > 0 ? static_cast<int>(blockIdx.x) : a.total);
+  if constexpr (FMT == kNf4) w.fetch_scales(blockIdx.x, warp);
+#pragma unroll 1
+  for (int i = 0; i < RING; ++i) w.issue();
+  w.load_x(w.first_chunk, w.matrix_of(blockIdx.x));
+  const int share = (w.g << a.width_log) + w.t;
+  w.sums = shared_address(shared) + S::sum_unit(a, warp, share >> 3) + (share & 7) * 16;
+  w.sum_pitch = (warp < S::kInTable ? 256 : 128) << a.width_log;
+  if constexpr (FMT == kNf4) {
+    fill_table<E, S::kThreads>(shared, threadIdx.x, a.book[threadIdx.x & 15]);
+    wait_for_all_but<RING>();  // the scales
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (int index = blockIdx.x; index < a.total; index += gridDim.x) {
+    const float factor = w.factor_of(w.element(index, threadIdx.x / 4));  // early: nobody waits for it at the end
+    w.run(index);
+    __syncthreads();
+    const int next = index + gridDim.x;
+    if (FMT == kNf4 && next < a.total) w.fetch_scales(next, warp);
+    w.finish(index, factor);
+    if (next < a.total) {
+      wait_for_copies();
+      __syncthreads();  // the scales are there, and the sums have been read
+    }
+  }
+}
+
+}  // namespace eformer
