@@ -1,6 +1,6 @@
 """Plans a Llama with NF4 weights on a mesh, without its devices and without its weights.
 
-    python benchmarks/plan_llama.py [--model 70b 405b] [--mesh 16x16] [--layout 1d 2d] [--quick] [--json PATH]
+    python benchmarks/plan_llama.py [--model 70b 405b] [--mesh 16x16] [--layout 1d sp 2d] [--quick] [--json PATH]
 
 The forward pass is compiled for as many pretended CPU devices as the mesh has, from shapes alone; layers are scanned,
 so that the program is small. From the compiled program come the bytes every device holds, the collectives of one layer
@@ -8,6 +8,7 @@ and what they move, and the largest array that is made on the way.
 
 Layouts, on a mesh of `data` x `model`:
     1d   batches over `data`; kernels over `model`, by outputs on the way in and by inputs on the way back: two sums
+    sp   as 1d, and the residual stream over `model` along the tokens: each sum becomes a reduce-scatter and a gather
     2d   kernels over both axes, activations over `data` along their width: the smallest memory, more sums
 """
 
@@ -66,31 +67,36 @@ def specs(layout: str) -> dict[str, Any]:
     over = "data" if layout == "2d" else None
     found = {name: P(over, "model") for name in ("q", "k", "v", "gate", "up", "head")}
     found |= {name: P("model", over) for name in ("o", "down")}
-    return {**found, "norm": P(), "embedding": P("model", over), "x": P(None, None, "data") if over else P("data")}
+    stream = {"1d": P("data"), "sp": P("data", "model"), "2d": P(None, None, "data")}[layout]
+    return {**found, "norm": P(), "embedding": P("model", over), "x": stream}
 
 
 def forward(shape: Shape, layout: str, mesh: Any, params: Any, tokens: Any) -> Any:
     """Logits of all positions, of causal attention without a cache."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from eformer.jaximus import implicit
 
     stream = NamedSharding(mesh, specs(layout)["x"])
 
+    def gathered(y: Any) -> Any:
+        """All tokens on every device of `model`, in front of kernels that are split along their outputs."""
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, PartitionSpec("data"))) if layout == "sp" else y
+
     def layer(x: Any, weights: Any) -> Any:
-        y = norm(x, weights["norm1"])
+        y = gathered(norm(x, weights["norm1"]))
         x = x + attention(shape, y @ weights["q"], y @ weights["k"], y @ weights["v"]) @ weights["o"]
         x = jax.lax.with_sharding_constraint(x, stream)
-        y = norm(x, weights["norm2"])
+        y = gathered(norm(x, weights["norm2"]))
         x = x + (jax.nn.silu(y @ weights["gate"]) * (y @ weights["up"])) @ weights["down"]
         return jax.lax.with_sharding_constraint(x, stream), None
 
     def run(params: Any, tokens: Any) -> Any:
         x = jax.lax.with_sharding_constraint(jnp.take(params["embedding"], tokens, axis=0), stream)
         x, _ = jax.lax.scan(layer, x, params["layers"])
-        return norm(x, params["norm"]) @ params["head"]
+        return gathered(norm(x, params["norm"])) @ params["head"]
 
     return implicit(run)(params, tokens)
 
@@ -159,9 +165,9 @@ def compile_plan(shape: Shape, layout: str, mesh: Any, batch: int, length: int) 
     from jax.sharding import NamedSharding, PartitionSpec
 
     params = abstract_params(shape, layout, mesh)
-    rows = PartitionSpec("data") if layout == "1d" else PartitionSpec()
+    rows = PartitionSpec() if layout == "2d" else PartitionSpec("data")
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=NamedSharding(mesh, rows))
-    out = NamedSharding(mesh, PartitionSpec("data" if layout == "1d" else None, None, "model"))
+    out = NamedSharding(mesh, PartitionSpec(None if layout == "2d" else "data", None, "model"))
     run = jax.jit(lambda params, tokens: forward(shape, layout, mesh, params, tokens), out_shardings=out)
     return run.lower(params, tokens).compile()
 
@@ -283,7 +289,7 @@ def table(plans: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["70b", "405b"])
-    parser.add_argument("--layout", nargs="+", choices=("1d", "2d"), default=["1d", "2d"])
+    parser.add_argument("--layout", nargs="+", choices=("1d", "sp", "2d"), default=["1d", "sp", "2d"])
     parser.add_argument("--mesh", default="16x16", help="sizes of data and model")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)

@@ -32,20 +32,27 @@ def load_script() -> Any:
 
 script = load_script()
 TINY = script.MODELS["tiny"]
-# Per layer, tokens T on a device: sums of the two results that go back to the residual stream, keys and values gathered
-# because two heads do not split over four devices. With kernels split twice, every product is summed, and every norm.
-TOKENS = BATCH * LENGTH
+# Per layer: sums of the two results that go back to the residual stream (or reduce-scatters, with gathers in front of
+# what follows); keys and values gathered because two heads do not split over four devices. With kernels split twice,
+# every product is summed, and every norm.
+HALF, ALL = f"{BATCH // 2},{LENGTH}", f"{BATCH},{LENGTH}"
+KEYS = {("all-gather", f"f32[{HALF},1,32]"): 2}
 EXPECTED = {
-    "1d": Counter(
-        {("all-gather", f"f32[{BATCH // 2},{LENGTH},1,32]"): 2, ("all-reduce", f"f32[{TOKENS // 2},256]"): 2}
+    "1d": Counter({**KEYS, ("all-reduce", f"f32[{HALF},256]"): 2}),
+    "sp": Counter(
+        {
+            **KEYS,
+            ("all-gather", f"f32[{HALF},256]"): 2,
+            ("reduce-scatter", f"f32[{BATCH // 2},{LENGTH // 4},256]"): 2,
+        }
     ),
     "2d": Counter(
         {
-            ("all-gather", f"f32[{BATCH},{LENGTH},1,32]"): 2,
-            ("all-reduce", f"f32[{BATCH},{LENGTH}]"): 2,
-            ("all-reduce", f"f32[{TOKENS},64]"): 1,  # q
-            ("all-reduce", f"f32[{TOKENS},16]"): 2,  # k, v
-            ("all-reduce", f"f32[{TOKENS},128]"): 4,  # o, gate, up, down
+            ("all-gather", f"f32[{ALL},1,32]"): 2,
+            ("all-reduce", f"f32[{ALL}]"): 2,
+            ("all-reduce", f"f32[{ALL},64]"): 1,  # q
+            ("all-reduce", f"f32[{ALL},16]"): 2,  # k, v
+            ("all-reduce", f"f32[{ALL},128]"): 4,  # o, gate, up, down
         }
     ),
 }
@@ -78,14 +85,14 @@ def real_params(abstract: Any) -> Any:
     return jax.tree.map(made, abstract, is_leaf=lambda x: hasattr(x, "packed"))
 
 
-@pytest.mark.parametrize("layout", ["1d", "2d"])
+@pytest.mark.parametrize("layout", EXPECTED)
 def test_claims_hold_for_a_real_program(layout: str) -> None:
     mesh = mesh_of()
     compiled = script.compile_plan(TINY, layout, mesh, BATCH, LENGTH)
     said = script.describe(TINY, compiled)
     assert counted(said["layer"]) == EXPECTED[layout]
     params = real_params(script.abstract_params(TINY, layout, mesh))
-    rows = PartitionSpec("data") if layout == "1d" else PartitionSpec()
+    rows = PartitionSpec() if layout == "2d" else PartitionSpec("data")
     tokens = np.random.default_rng(1).integers(0, TINY.vocabulary, (BATCH, LENGTH)).astype(np.int32)
     placed = jax.device_put(tokens, NamedSharding(mesh, rows))
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((params, placed)))
@@ -107,18 +114,19 @@ def test_layers_cost_the_same() -> None:
     assert said[1]["temporaries"] < 1.2 * said[0]["temporaries"]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(6))
 def test_recorded_plans(number: int) -> None:
     """The figures in the guide: bytes by shapes alone, sums by the formula."""
     plan = json.loads((ROOT / "benchmarks/results/plan_llama_16x16.json").read_text())[number]
     shape, mesh = script.MODELS[plan["model"]], AbstractMesh(tuple(plan["mesh"]), ("data", "model"))
-    total = 4 * plan["batch"] * plan["length"] // (plan["mesh"][0] if plan["layout"] == "1d" else 1)  # tokens
+    total = 4 * plan["batch"] * plan["length"] // (1 if plan["layout"] == "2d" else plan["mesh"][0])  # tokens
     for leaf in jax.tree.leaves(script.abstract_params(shape, plan["layout"], mesh)):
         parts = math.prod(mesh.shape[n] for e in leaf.sharding.spec if e for n in ([e] if isinstance(e, str) else e))
         total += math.prod(leaf.shape) * leaf.dtype.itemsize // parts
     assert plan["arguments"] == total
-    if plan["layout"] == "1d":
+    if plan["layout"] != "2d":
         rows = plan["batch"] * plan["length"] // plan["mesh"][0]
-        sums = [item for item in plan["layer"] if item["kind"] == "all-reduce"]
-        assert [item["bytes"] for item in sums] == [4 * rows * shape.width] * 2
+        kind, parts = ("all-reduce", 1) if plan["layout"] == "1d" else ("reduce-scatter", plan["mesh"][1])
+        sums = [item for item in plan["layer"] if item["kind"] == kind]
+        assert [item["bytes"] for item in sums] == [4 * rows * shape.width // parts] * 2
         assert plan["largest"]["bytes"] < 2 * shape.width * shape.hidden / plan["mesh"][1]  # no decoded kernel

@@ -30,6 +30,7 @@ from .kernel_cases import FORMATS, Case, make_case, relative_error
 
 ROWS, COLS, M, BLOCK, GROUPS = 32, 128, 16, 16, 4
 SIZES = np.array([5, 0, 7, 3], np.int32)
+OPTIONS: dict[str, Any] = {"nf4": {"block_size": BLOCK}}
 COLLECTIVES = re.compile(
     r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
     r"(?:-start)?\("
@@ -248,10 +249,37 @@ def test_ragged_storage_and_few_experts() -> None:
         assert relative_error(tables[fmt], case.dense[0][ids]) < 1e-6
 
 
+SEQUENCES = {
+    "sequences": (P("b", "a"), P(), None, ""),
+    "tokens and columns": (P(None, "a"), P(None, "b"), None, ""),
+    "rows, result in parts of tokens": (P("b", None, "a"), P("a"), P("b", "a"), SCATTER),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_axes_of_rows(name: str) -> None:
+    """x of sequences and tokens: each axis splits by itself, whatever the format."""
+    (x_spec, w_spec, out, kind), mesh, rng = SEQUENCES[name], mesh_of(), seeded(name)
+    w = jnp.asarray(rng.standard_normal((COLS, 64)), jnp.float32)
+    x = rng.standard_normal((4, 8, COLS)).astype(np.float32)
+    weights = {kind: quantize(w, dtype=kind, axis=-2, **OPTIONS.get(kind, {})) for kind in FORMATS}
+    weights["along"] = quantize(w, dtype="nf4", axis=-1, block_size=BLOCK)
+    split = {name: q.with_sharding(NamedSharding(mesh, w_spec)) for name, q in weights.items()}
+
+    def run(x: Any, weights: Any) -> Any:
+        products = {name: implicit(jnp.matmul)(x, q) for name, q in weights.items()}
+        return products if out is None else jax.lax.with_sharding_constraint(products, NamedSharding(mesh, out))
+
+    with materialization_policy("error"):
+        found, text = compiled(run, jax.device_put(x, NamedSharding(mesh, x_spec)), split)
+    for name, y in found.items():
+        assert relative_error(y, x @ np.asarray(weights[name].materialize(), np.float64)) < 3e-6
+    assert collectives(text) == Counter({kind: len(weights)} if kind else {})
+    mapped = jax.vmap(implicit(jnp.matmul), in_axes=(0, None))(x, weights["nf4"])
+    assert relative_error(mapped, x @ np.asarray(weights["nf4"].materialize(), np.float64)) < 3e-6
+
+
 # -- arrays ------------------------------------------------------------------------------------------------------------
-
-
-OPTIONS: dict[str, Any] = {"nf4": {"block_size": BLOCK}}
 
 
 def moved(text: str) -> list[tuple[str, int]]:

@@ -53,7 +53,7 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
         return NotImplemented  # every matrix of the batch would hold one value of a block
     options = {"out_dtype": out.dtype, "precision": params.get("precision")}
     wanted = params.get("out_sharding")
-    if wanted is not None and (x.ndim, q.ndim, q_first) == (2, 2, False):
+    if wanted is not None and (q.ndim, len(plan.q_kept), q_first) == (2, 1, False) and x.ndim > 1:
         options["out_sharding"] = wanted
     y = _unblocked(plan, x, q, options) if plan.blocked is None else _blocked(plan, x, q, options)
     if y is NotImplemented:
@@ -116,9 +116,11 @@ def _merge_rows(moved: Any, n_lead: int, shape: tuple[int, ...]) -> Any:
 
 
 def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> Any:
-    """x as (batch..., extra..., M, K), ready for the product."""
+    """x as (batch..., extra..., M, K), ready for the product; for one matrix the axes of M stay apart."""
     batch = [q.shape[a] for a, _ in plan.batch]
     more = [q.shape[a] for a, _ in extra]
+    if plan.x_kept and not batch and not more:
+        return x.reshape(*x.shape[: len(plan.x_kept)], math.prod(x.shape[len(plan.x_kept) :]))
     m = math.prod(x.shape[len(batch) + (len(more) if form == "dot" else 0) :][: len(plan.x_kept)])
     if form == "dot":
         return x.reshape(*batch, *more, m, x.shape[-1])
@@ -128,9 +130,8 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
 
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
     codes, scale = matrix.kernel_operands()
-    n_batch = x.ndim - 2
     if scale is not None:
-        scale = jnp.broadcast_to(scale, (*x.shape[:n_batch], *scale.shape[-2:]))
+        scale = jnp.broadcast_to(scale, (*x.shape[: matrix.ndim - 2], *scale.shape[-2:]))
     preference = "auto" if matrix.use_kernel else "xla"
     cols = matrix.shape[-1]
     return qmatmul(
@@ -153,8 +154,9 @@ def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
     if form == "dot":
         y = y.sum(axis=tuple(range(n_batch, n_batch + n_extra))) if n_extra else y
         return y.reshape(*y.shape[:n_batch], *x_sizes, *[q.shape[a] for a in plan.q_kept])
-    y = jnp.moveaxis(y, -2, n_batch)  # (batch, M, extra..., K)
-    y = y.reshape(*y.shape[:n_batch], *x_sizes, *y.shape[n_batch + 1 :])
+    if n_extra:
+        y = jnp.moveaxis(y, -2, n_batch)  # (batch, M, extra..., K)
+    y = y.reshape(*y.shape[:n_batch], *x_sizes, *[q.shape[a] for a, _ in extra], y.shape[-1])
     stored = [*[a for a, _ in extra], plan.blocked]
     first = n_batch + len(x_sizes)
     order = [first + stored.index(a) for a in plan.q_kept]
@@ -182,7 +184,8 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     x_order = [b for _, b in plan.batch] + plan.x_kept + [b for _, b in plan.contracted]
     rows = lax.transpose(x, x_order)
     kept = [x.shape[a] for a in plan.x_kept]
-    y = _product(matrix, rows.reshape(*lead, math.prod(kept), -1), form, options)
+    m = [math.prod(kept)] if lead or not kept else kept
+    y = _product(matrix, rows.reshape(*lead, *m, -1), form, options)
     return y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
 
 

@@ -36,7 +36,7 @@ def split_ragged(
 
 @functools.lru_cache(maxsize=512)
 def _ragged(run: Run, problem: Problem) -> Any:
-    plain = product_rule(dataclasses.replace(problem, batch=()), [])
+    plain = product_rule(dataclasses.replace(problem, batch=()), [], [("m", problem.m)])
     x, codes, *scale = plain.operands
     # Every device needs all group sizes, to know where its rows begin: their axis has a factor of its own.
     operands = (x, ("g", *codes), ("e",), *(("g", *labels) for labels in scale))

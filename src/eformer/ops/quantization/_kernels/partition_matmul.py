@@ -10,7 +10,9 @@ import jax
 
 from .partition import Plan, Rule, columns, operation, pad_last
 from .problem import PER_CODE, Problem, Spec, padded_cols, problem_of
-from .select import compute
+from .select import compute_rows
+
+Factors = list[tuple[str, int]]  # names and sizes
 
 
 def partitioned(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -19,7 +21,7 @@ def partitioned(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Arr
     x, scale, extra = in_whole_groups(spec, x, codes, scale)
     whole = problem_of(dataclasses.replace(spec, cols=spec.cols + extra), problem.platform, x, codes, scale)
     operands = (x, codes) if scale is None else (x, codes, scale)
-    y = _operation(whole)(*operands)
+    y = _operation(whole, tuple(x.shape[len(problem.batch) : -1]))(*operands)
     return y[..., : spec.cols] if extra and spec.form == "axpy" else y
 
 
@@ -34,17 +36,18 @@ def in_whole_groups(spec: Spec, x: jax.Array, codes: jax.Array, scale: Any) -> t
 
 
 @functools.lru_cache(maxsize=512)
-def _operation(problem: Problem) -> Any:
-    rule = product_rule(problem, [(f"b{i}", size) for i, size in enumerate(problem.batch)])
+def _operation(problem: Problem, rows: tuple[int, ...]) -> Any:
+    batch = [(f"b{i}", size) for i, size in enumerate(problem.batch)]
+    rule = product_rule(problem, batch, [(f"m{i}", size) for i, size in enumerate(rows)])
 
     def whole(x: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
-        return compute(problem, x, codes, scale[0] if scale else None)
+        return compute_rows(problem, x, codes, scale[0] if scale else None)
 
     def local(plan: Plan, x: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
         mine = local_problem(problem, x, codes, scale[0] if scale else None)
         if any(plan.get(name) for name in rule.contracted):
             mine = mine.with_out_dtype(mine.compute_dtype)
-        return compute(mine, x, codes, scale[0] if scale else None)
+        return compute_rows(mine, x, codes, scale[0] if scale else None)
 
     return operation(rule, whole, local, problem.spec.out_dtype)
 
@@ -55,19 +58,19 @@ def local_problem(problem: Problem, x: Any, codes: Any, scale: Any) -> Problem:
     return problem_of(spec, problem.platform, x, codes, scale)
 
 
-def product_rule(problem: Problem, batch: list[tuple[str, int]]) -> Rule:
-    """x, codes, scale -> y, all with these axes in front."""
+def product_rule(problem: Problem, batch: Factors, rows: Factors) -> Rule:
+    """x, codes, scale -> y, all with the batch axes in front, x and y with these axes of rows."""
     spec = problem.spec
     group = int(spec.block or PER_CODE[spec.fmt])
     groups = spec.cols // group
     wide = columns(groups, group)
-    lead = tuple(name for name, _ in batch)
+    lead, m = (tuple(name for name, _ in factors) for factors in (batch, rows))
     k, out = (wide, "r") if spec.form == "dot" else ("r", wide)
-    operands = [(*lead, "m", k), (*lead, *code_labels(spec.fmt))]
+    operands = [(*lead, *m, k), (*lead, *code_labels(spec.fmt))]
     if problem.scale_shape is not None:
         operands.append((*lead, *scale_labels(spec.fmt, problem.scale_shape, problem.rows, wide)))
-    counts = (*batch, ("m", problem.m), ("r", problem.rows), ("q", groups))
-    return Rule(tuple(operands), (*lead, "m", out), counts, (1, 0), group)
+    counts = (*batch, *rows, ("r", problem.rows), ("q", groups))
+    return Rule(tuple(operands), (*lead, *m, out), counts, (1, 0), group)
 
 
 def code_labels(fmt: str) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def problem_of(spec: Spec, platform: str, x: Any, codes: Any, scale: Any) -> Pro
         spec=spec,
         platform=platform,
         batch=batch,
-        m=x.shape[-2],
+        m=x.shape[-2] if batch else math.prod(x.shape[:-1]),
         rows=codes.shape[len(batch)],
         x_dtype=np.dtype(x.dtype),
         scale_shape=None if scale is None else tuple(scale.shape[len(batch) :]),

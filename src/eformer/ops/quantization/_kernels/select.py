@@ -148,6 +148,14 @@ def compute(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array |
     return _one_at_a_time(candidate.run, problem, x, codes, scale)
 
 
+def compute_rows(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """`compute` for an x with any number of axes of rows."""
+    batch = len(problem.batch)
+    flat = x.reshape(*x.shape[:batch], problem.m, x.shape[-1])
+    y = compute(problem, flat, codes, scale)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
 def _one_at_a_time(
     run: Callable[..., jax.Array], problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None
 ) -> jax.Array:

@@ -66,11 +66,9 @@ def _product(spec: Spec, x: jax.Array, codes: jax.Array, scale: jax.Array | None
     batch = codes.shape[: codes.ndim - spec.core_ndim]
     if scale is not None and scale.ndim == 2 and batch:
         scale = jnp.broadcast_to(scale, (*batch, *scale.shape))
-    lead = x.shape[:-1]
-    if batch or x.ndim == 2:
+    if x.ndim > 1:  # axes of rows stay apart, so that each may be split over devices
         return bind(spec, x, codes, scale, out_sharding)
-    y = bind(spec, x.reshape(math.prod(lead), x.shape[-1]), codes, scale)
-    y = y.reshape(*lead, y.shape[-1])
+    y = bind(spec, x.reshape(1, -1), codes, scale).reshape(-1)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
@@ -138,7 +136,8 @@ def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...], *, spec: Spec) -> t
     front = [o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
     x, codes, scale = front[0], front[1], _scale_of(tuple(front))
     if all(d is None for d in dims[1:]):
-        return _fold_into_rows(call, x, codes, scale)
+        has_batch = codes.ndim > spec.core_ndim
+        return _fold_into_rows(call, x, codes, scale) if has_batch else (call(x, codes, scale), 0)
     if dims[1] is None:
         # Only the scale (and perhaps x) is mapped: a loop, because repeating the codes would multiply their memory.
         if dims[0] is None:
@@ -148,7 +147,9 @@ def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...], *, spec: Spec) -> t
         x = jnp.broadcast_to(x, (size, *x.shape))
     if scale is not None and dims[2] is None:
         scale = jnp.broadcast_to(scale, (size, *scale.shape))
-    return call(x, codes, scale), 0
+    batch = codes.ndim - spec.core_ndim
+    flat = x.reshape(*x.shape[:batch], math.prod(x.shape[batch:-1]), x.shape[-1])  # matrices have one axis of rows
+    return call(flat, codes, scale).reshape(out_shape(spec, x, codes)), 0
 
 
 def _fold_into_rows(call: Any, x: jax.Array, codes: jax.Array, scale: Any) -> tuple[jax.Array, int]:
@@ -171,8 +172,9 @@ def _build(platform: str, split: bool, spec: Spec) -> Any:
 
     def eformer_qmatmul(x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
         problem = problem_of(spec, platform, x, codes, scale)
-        split_it = split and 0 not in (*problem.batch, problem.m, problem.rows, problem.cols)
-        return (partitioned if split_it else select.compute)(problem, x, codes, scale)
+        if split and 0 not in (*problem.batch, problem.m, problem.rows, problem.cols):
+            return partitioned(problem, x, codes, scale)
+        return select.compute_rows(problem, x, codes, scale)
 
     jitted = jax.jit(eformer_qmatmul)
     return lambda *operands: jitted(operands[0], operands[1], _scale_of(operands))
