@@ -48,7 +48,7 @@ format: $(VENV)/dev.stamp
 
 # About a minute on two cores, once it is set up; `eformer demo --help` lists the real models it also runs.
 demo: $(VENV)/run.stamp
-	$(VENV)/bin/eformer demo
+	$(VENV)/bin/eformer demo --out build/demo
 
 # Compares with bitsandbytes on the CPU; torch is pinned to a build without CUDA packages.
 .PHONY: oracle

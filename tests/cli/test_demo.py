@@ -49,7 +49,7 @@ def test_a_check_that_fails_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, c
     assert main(["demo"]) == 1
     said = capsys.readouterr().out
     assert "FAILED it is good" in said
-    assert "+300%" in said
+    assert "× 4" in said
     assert "eformer[plot]" in said
     assert main(["demo", "--json"]) == 1
 

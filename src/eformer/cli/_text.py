@@ -67,7 +67,7 @@ def are_numbers(cells: Sequence[str]) -> bool:
     >>> are_numbers(["1,024", "-3.5%", ""]), are_numbers(["1e-7", "2 × 3"])
     (True, False)
     """
-    return all(re.fullmatch(r"([-+]?[\d,.]+(e[-+]?\d+)?%?)?", cell) for cell in cells)
+    return all(re.fullmatch(r"([-+×]? ?[\d,.]+(e[-+]?\d+)?%?)?", cell) for cell in cells)
 
 
 def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -65,17 +65,24 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any], *, signed: bool) -> list[str]:
-    sign, digits = "+" if signed else "", 0 if abs(row["change"]) > 2 else 2
     return [
         row["format"],
         f"{row['nbytes'] / 1e6:.2f}",
         f"{row['bits_per_weight']:.2f}",
         f"{row['quality']:.4f}",
-        f"{row['change']:{sign}.{digits}%}",
+        _change(row["change"]) if signed else f"{row['change']:.0%}",
         f"{row['speed']:,.0f}",
         str(row["materializations"]),
         "equal" if row["bit_equal"] else "DIFFERENT",
     ]
+
+
+def _change(change: float) -> str:
+    """
+    >>> _change(0.0424), _change(23.0)
+    ('+4.24%', '× 24')
+    """
+    return f"{change:+.2%}" if change < 2 else f"× {1 + change:.3g}"
 
 
 def _side_by_side(prompt: str, texts: dict[str, str]) -> None:
