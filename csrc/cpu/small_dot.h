@@ -117,7 +117,7 @@ class SmallDot {
         std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, w.row_bytes - g * bytes));
         at[c] = rest[c];
       }
-      const Spread existing(blocks.per_group, min(blocks.per_group, w.blocks - blocks.first));
+      const Spread existing(blocks.per_group, nf4 ? min(blocks.per_group, w.blocks - blocks.first) : 1);
       group<m, step>(g, at, scales, blocks.first, existing, acc);
     }
     for (int i = 0; i < m; ++i)
