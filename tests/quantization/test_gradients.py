@@ -133,9 +133,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "table"), [("nf4", "kept"), ("int8", "kept"), *((kind, "factors") for kind in KINDS)]
-)
+@pytest.mark.parametrize(("kind", "table"), [("nf4", "kept"), ("int8", "kept"), *((kind, "factors") for kind in KINDS)])
 def test_dense_operands_are_differentiated(kind: str, table: str) -> None:
     y, q = inputs(kind)
     programs = KEPT if table == "kept" else FACTORS
