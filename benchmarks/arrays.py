@@ -1,4 +1,4 @@
-"""Time of products with quantized matrices, as a ratio to the dense float32 product of the same run.
+"""Products with quantized matrices on the tiled path, as ratios to the dense float32 product of the same run.
 
     python benchmarks/arrays.py [--quick] [--json PATH] [--form dot|axpy] [--dtype float32|bfloat16]
 
@@ -31,7 +31,8 @@ LIMITS = {
 
 def quantized_call(fmt: str, form: str, cols: int, x: jax.Array, storage: tuple[jax.Array, jax.Array]) -> Call:
     block = BLOCK if fmt == "nf4" else None
-    product = jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, fmt=fmt, form=form, cols=cols, block=block))
+    options: Any = {"fmt": fmt, "form": form, "cols": cols, "block": block, "preference": "xla"}
+    product = jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, **options))
     return product, (x, *storage)
 
 
