@@ -32,11 +32,10 @@ def test_the_table_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("present")
-def test_binary_leaves_it_early() -> None:
-    """From nine rows on the wide kernel is quicker."""
+def test_the_wide_kernel_begins_above_sixteen_rows() -> None:
     case = make_case(np.random.default_rng(1), "binary", 256, 512, scale="row")
-    assert "@eformer_cuda_qmatmul" in lowered(case.product, jnp.ones((8, 512), jnp.bfloat16))
-    assert "@eformer_cuda_wide" in lowered(case.product, jnp.ones((9, 512), jnp.bfloat16))
+    assert "@eformer_cuda_qmatmul" in lowered(case.product, jnp.ones((16, 512), jnp.bfloat16))
+    assert "@eformer_cuda_wide" in lowered(case.product, jnp.ones((17, 512), jnp.bfloat16))
 
 
 @pytest.mark.gpu

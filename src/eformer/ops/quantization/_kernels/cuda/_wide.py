@@ -20,7 +20,6 @@ from ..problem import Problem
 from .tuning import PER_BYTE
 
 FEWEST = MappingProxyType({"dot": 17, "axpy": 1})  # rows of x
-FEWEST_BINARY = 9  # in the dot form: binary takes as long with 32 rows here as with 16 in the other kernel, or less
 MOST = 1024  # from here on, decoding once and multiplying with cuBLAS is as quick
 
 
@@ -82,8 +81,7 @@ def takes(problem: Problem) -> bool:
         return False
     rows = problem.m * (2 if doubled else 1)
     deep = problem.cols if spec.form == "dot" else problem.rows
-    fewest = FEWEST_BINARY if spec.fmt == "binary" and spec.form == "dot" else FEWEST[spec.form]
-    if not fewest <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
+    if not FEWEST[spec.form] <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
     if spec.fmt == "nf4":
         return (spec.block or 0) % 64 == 0
