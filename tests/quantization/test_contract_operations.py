@@ -10,11 +10,9 @@ from eformer.jaximus import implicit
 from .contract import FAST, FORMATS, K, N, check, dense, make, seeded
 from .contract_programs import dense_program, operands, program, stack_operands
 
-# One of each layout and each shape of scale; the others differ in how they are made, not in how they multiply.
-MULTIPLIED = [
-    name for name in FORMATS if name not in ("nf4-double", "ternary-last", "ternary-bare", "binary", "binary-bare")
-]
-# Products see every shape of scale; what moves storage sees every layout.
+# Left out: NF4 whose compressed absmax is expanded before it multiplies, and formats that have a scaled twin.
+MULTIPLIED = [name for name in FORMATS if name not in ("nf4-double", "ternary-bare", "binary-bare")]
+# Every type, packed along either of the last two axes where it is packed at all.
 MOVED = ("nf4", "nf4-double-last", "int8", "int8-matrix", "ternary-last", "ternary", "binary-last-tensor")
 # What is dense after one step is dense for every format.
 ONE_OF_EACH = ("nf4", "int8", "ternary")
