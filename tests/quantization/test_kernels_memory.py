@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +35,12 @@ def temp_bytes(function, *operands) -> int:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_small_m_forms_no_dense_matrix(fmt: str, form: str, m: int) -> None:
     rows, cols = 4096, 4096
-    x = jax.ShapeDtypeStruct((m, cols), jnp.float32)
-    used = temp_bytes(lambda x, c, s: qmatmul(x, c, s, fmt=fmt, form=form, cols=cols), x, *storage(fmt, rows, cols))
-    assert used < rows * cols * 4 / 4
+    operands = jax.ShapeDtypeStruct((m, cols), jnp.float32), *storage(fmt, rows, cols)
+    for preference in ("auto", "xla"):
+        product = functools.partial(qmatmul, fmt=fmt, form=form, cols=cols, preference=preference)
+        compiled = jax.jit(product).lower(*operands).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < rows * cols * 4 / 4
+        assert "xla_cpu_small_call" not in compiled.as_text(), "XLA runs the loop over panels on one thread"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
