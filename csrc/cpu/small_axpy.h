@@ -1,4 +1,5 @@
-// Axpy form with few rows of x: rows of D stream by, a few at a time, and the sums of a stretch of columns stay in cache.
+// Axpy form with few rows of x: whole rows of D stream by, a few at a time. The contracted axis is cut into pieces, each
+// with sums of its own that are added up in the end, so that every thread reads long runs of memory.
 #pragma once
 
 #include "groups.h"
@@ -16,53 +17,84 @@ class SmallAxpy {
   static bool takes(const Product& p) { return p.form == Form::axpy && p.m <= most_rows; }
 
   static void run(const Product& p, Runtime& runtime) {
-    const int64_t chunk = chunk_of(p.n(), runtime.workers());
+    const Cut cut = cut_of(p);
     Layout layout;
     const auto scale = reserve_scale(layout, p.d);
     const auto x = layout.add<float>(p.m * p.k());
-    const auto sums = layout.add<float>(p.m * chunk, runtime.workers());
+    const auto sums = layout.add<float>(cut.pieces * p.m * cut.columns);
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
+    const SmallAxpy axpy{p, w, cut, x.in(base), sums.in(base)};
     auto read = [&](int64_t, int64_t) {
       for (int64_t i = 0; i < p.m; ++i) read_row(p.x, p.x_type, i * p.k(), p.k(), w.along_k, x.in(base) + i * p.k());
     };
-    prepare_for_each(runtime, read, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
-      const SmallAxpy axpy{p, w, x.in(base), sums.in(base, worker), chunk};
-      axpy.outputs(i * chunk, min(p.n(), (i + 1) * chunk));
+    prepare_for_each(runtime, read, cut.pieces * cut.stretches, [&](int64_t i, int64_t) {
+      axpy.add_up(i / cut.stretches, i % cut.stretches);
     });
+    auto finish = [&](int64_t i, int64_t) { axpy.finish(i); };
+    constexpr int64_t alone = 1 << 17;  // sums that are added up in less time than it takes to wake a thread
+    if (cut.pieces * p.m * cut.columns > alone) return for_each(runtime, cut.stretches, finish);
+    for (int64_t i = 0; i < cut.stretches; ++i) finish(i, 0);
   }
 
  private:
   static constexpr int at_once = 16;  // rows of D
 
-  // Wide stretches make long runs of memory; narrow ones feed more threads.
-  static int64_t chunk_of(int64_t n, int64_t workers) {
-    return max(group_columns, min(2048, round_up(ceil_div(n, 2 * workers), 512)));
+  // How the work is cut, by the sizes alone: the order of summation must not depend on the number of threads.
+  struct Cut {
+    int64_t pieces, depth;              // of the contracted axis
+    int64_t stretches, width, columns;  // of the outputs; columns: all of them, rounded up to whole groups
+  };
+
+  // The sums of a stretch stay in the nearest cache; there should be something to do for eight threads.
+  static Cut cut_of(const Product& p) {
+    constexpr int64_t shallowest = 512, most_pieces = 16, narrowest = 512, widest = 4096, enough = 8;
+    const int64_t depth = round_up(max(shallowest, ceil_div(p.k(), most_pieces)), at_once);
+    const int64_t pieces = ceil_div(p.k(), depth);
+    const int64_t share = round_up(ceil_div(p.n() * pieces, enough), narrowest);
+    const int64_t width = min(widest / (p.m > 2 ? 4 : p.m), share);
+    return {pieces, depth, ceil_div(p.n(), width), width, round_up(p.n(), group_columns)};
   }
 
-  void outputs(int64_t begin, int64_t end) const {
-    for (int64_t i = 0; i < p.m * chunk; ++i) sums[i] = 0;
-    for (int64_t k0 = 0; k0 < p.k(); k0 += at_once) {
-      const int64_t count = min(at_once, p.k() - k0);
-      for (int64_t n = begin; n < end; n += group_columns) group<most_rows>(n, k0, count, sums + (n - begin));
+  float* sums_of(int64_t piece, int64_t i) const { return sums + (piece * p.m + i) * cut.columns; }
+
+  void add_up(int64_t piece, int64_t stretch) const {
+    const int64_t begin = stretch * cut.width, end = min(p.n(), begin + cut.width);
+    const int64_t first = piece * cut.depth, last = min(p.k(), first + cut.depth);
+    for (int64_t k0 = first; k0 < last; k0 += at_once) {
+      const int64_t count = min(at_once, last - k0);
+      for (int64_t n = begin; n < end; n += group_columns)
+        group<most_rows>(n, k0, count, k0 == first, sums_of(piece, 0) + n);
     }
+  }
+
+  void finish(int64_t stretch) const {
+    const int64_t begin = stretch * cut.width, end = min(p.n(), begin + cut.width);
     for (int64_t i = 0; i < p.m; ++i) {
-      float* row = sums + i * chunk;
-      for (int64_t n = begin; n < end; n += group_columns) sort_group<format>(row + (n - begin));
-      write_row(row, end - begin, w.along_n ? w.along_n + begin : nullptr, w.everywhere, p.y, p.y_type, i * p.n() + begin);
+      float* total = sums_of(0, i);
+      for (int64_t n = begin; n < end; n += group_columns) {
+        for (int64_t at = n; at < n + group_columns; at += lanes) {
+          F sum = load(total + at);
+          for (int64_t piece = 1; piece < cut.pieces; ++piece) sum = add(sum, load(sums_of(piece, i) + at));
+          store(total + at, sum);
+        }
+        sort_group<format>(total + n);
+      }
+      write_row(total + begin, end - begin, w.along_n ? w.along_n + begin : nullptr, w.everywhere, p.y, p.y_type,
+                i * p.n() + begin);
     }
   }
 
   // Adds rows k0 ... k0 + count - 1 of the group of columns at n.
   template <int m>
-  INLINE void group(int64_t n, int64_t k0, int64_t count, float* to) const {
+  INLINE void group(int64_t n, int64_t k0, int64_t count, bool start, float* to) const {
     if constexpr (m > 1) {
-      if (p.m < m) return group<m - 1>(n, k0, count, to);
+      if (p.m < m) return group<m - 1>(n, k0, count, start, to);
     }
     const GroupReader<format> reader(w, n);
     F acc[m][4];
     for (int i = 0; i < m; ++i)
-      for (int j = 0; j < 4; ++j) acc[i][j] = zero();
+      for (int j = 0; j < 4; ++j) acc[i][j] = start ? zero() : load(to + i * cut.columns + j * lanes);
     for (int64_t r = 0; r < count; ++r) {
       __builtin_prefetch(reader.codes(k0 + r + at_once));
       F value[4];
@@ -73,20 +105,17 @@ class SmallAxpy {
       }
     }
     for (int i = 0; i < m; ++i)
-      for (int j = 0; j < 4; ++j) {
-        float* at = to + i * chunk + j * lanes;
-        store(at, add(load(at), acc[i][j]));
-      }
+      for (int j = 0; j < 4; ++j) store(to + i * cut.columns + j * lanes, acc[i][j]);
   }
 
-  SmallAxpy(const Product& p, const Weights& w, const float* x, float* sums, int64_t chunk)
-      : p(p), w(w), x(x), sums(sums), chunk(chunk) {}
+  SmallAxpy(const Product& p, const Weights& w, const Cut& cut, const float* x, float* sums)
+      : p(p), w(w), cut(cut), x(x), sums(sums) {}
 
   const Product& p;
   const Weights& w;
+  const Cut& cut;
   const float* x;  // (m, k)
-  float* sums;     // (m, chunk)
-  const int64_t chunk;
+  float* sums;     // (pieces, m, columns)
 };
 
 }  // namespace eformer::EFORMER_ISA

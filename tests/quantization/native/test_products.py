@@ -83,6 +83,20 @@ def test_large(fmt: str, form: str, rng: np.random.Generator) -> None:
     check(calls)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_many_sums(fmt: str, rng: np.random.Generator) -> None:
+    """Axpy form with few rows of x: pieces of the contracted axis whose sums several threads add up."""
+    calls = []
+    for (rows, cols), m in zip(((1537, 8205), (2050, 4100), (515, 12300)), (4, 3, 2), strict=True):
+        case = make_case(rng, fmt, rows, cols)
+        x = random_x(rng, case, "axpy", m)
+        calls += [Call(case, "axpy", x, isa, threads) for isa in isas() for threads in THREADS[:2]]
+    check(calls)
+    results = compute(calls)
+    for call, pooled, alone in zip(calls[::2], results[::2], results[1::2], strict=True):
+        np.testing.assert_array_equal(pooled, alone, err_msg=f"{call}: the number of threads matters")
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda t: t.__name__)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fmt", FORMATS)
