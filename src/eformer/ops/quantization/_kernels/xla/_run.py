@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from ..problem import PER_CODE, Problem
-from . import int8, nf4, one_row, onebit, panel
+from . import gpu, int8, nf4, one_row, onebit, panel
 from .tuning import panel_rows
 
 
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
     """The product of one problem without batch axes."""
     spec, dtype = problem.spec, problem.compute_dtype
+    if problem.platform in gpu.PLATFORMS:
+        return gpu.qmatmul(problem, x, codes, (None, scale, None) if spec.fmt == "nf4" else _fold(problem, scale))
     x = x.astype(dtype)
     if spec.fmt == "nf4":
         return _product(problem, x, codes, scale).astype(spec.out_dtype)
