@@ -1,4 +1,4 @@
-"""The tiled pure JAX path: works on every platform, decodes one panel at a time, never forms the dense matrix."""
+"""The pure JAX path, for every platform: one decoded panel at a time, and on GPUs what XLA fuses (`gpu`)."""
 
 from __future__ import annotations
 
