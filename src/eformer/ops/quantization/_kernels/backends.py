@@ -11,7 +11,7 @@ from jax import export
 
 from eformer import _settings
 
-from . import cpu, native
+from . import cpu, cuda, native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,11 @@ class Backend:
     instructions: Callable[[], str]
 
 
-BACKENDS: tuple[Backend, ...] = (Backend(cpu.LIBRARY, cpu.isa_name),)
+def _architecture() -> str:
+    return f"compute capability {jax.local_devices(backend='cuda')[0].compute_capability}"
+
+
+BACKENDS: tuple[Backend, ...] = (Backend(cpu.LIBRARY, cpu.isa_name), Backend(cuda.LIBRARY, _architecture))
 
 
 def load_kernels() -> list[dict[str, Any]]:
@@ -31,7 +35,7 @@ def load_kernels() -> list[dict[str, Any]]:
     A program that was exported with native kernels in it needs this before it is called in another process.
 
     >>> [kernels["backend"] for kernels in load_kernels()]
-    ['cpu']
+    ['cpu', 'cuda']
     """
     return [_state(backend) for backend in BACKENDS]
 

@@ -17,6 +17,7 @@ from eformer import _jax_compat
 
 from . import cpu, lowering, select
 from .avals import result_type
+from .platforms import default_platform
 from .select import Candidate, anything
 
 nf4_encode_p = Primitive("eformer_nf4_encode")
@@ -42,7 +43,7 @@ def nf4_encode(x: jax.Array, block: int, twin: Twin) -> tuple[jax.Array, jax.Arr
     """Codes and absmax of blocks along the last axis; `twin` is the meaning, in JAX and for any number of axes."""
     if 0 in x.shape or _jax_compat.explicit_sharding_of(x) is not None:
         return twin(x, block)
-    select.announce("nf4_encode", candidates(twin), _encoding(jax.default_backend(), x, block))
+    select.announce("nf4_encode", candidates(twin), _encoding(default_platform(), x, block))
     codes, absmax = nf4_encode_p.bind(x, block=block, twin=twin)
     return codes, absmax
 

@@ -18,6 +18,7 @@ from eformer._errors import QuantizedGradientError
 from . import cpu, cuda, explicit, lowering, select, tpu
 from .avals import agree, result_type
 from .partition_groups import split_lookup
+from .platforms import default_platform
 from .problem import check_names, check_storage, core_ndim
 from .reference import decode
 from .select import Candidate, anything
@@ -127,7 +128,7 @@ def _no_gradient(scale: jax.Array, fmt: str) -> jax.Array:
 
 
 def _bind(table: Table, codes: Any, indices: Any, scale: Any, *, announced: bool = False) -> jax.Array:
-    lookup = _lookup(table, jax.default_backend(), codes, indices, scale)
+    lookup = _lookup(table, default_platform(), codes, indices, scale)
     if not announced:
         select.announce("qgather", CANDIDATES, lookup)
     operands = (codes, indices) if scale is None else (codes, indices, scale)

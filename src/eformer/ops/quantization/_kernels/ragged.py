@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching
 from . import cpu, cuda, explicit, lowering, select, tpu
 from .avals import agree, result_type, vary, varying_axes
 from .partition_groups import split_ragged
+from .platforms import default_platform
 from .problem import Options, Problem, Spec, as_operands, check_x, problem_of, spec_of
 from .select import Candidate, anything
 from .spec import bind as bind_product
@@ -71,7 +72,7 @@ def _width(spec: Spec, codes: Any) -> int:
 
 
 def _bind(spec: Spec, x: Any, codes: Any, scale: Any, sizes: Any, *, announced: bool = False) -> jax.Array:
-    problem = problem_of(spec, jax.default_backend(), x, codes, scale)
+    problem = problem_of(spec, default_platform(), x, codes, scale)
     if not announced:
         select.announce("qragged_dot", CANDIDATES, problem)
     operands = (x, codes, sizes) if scale is None else (x, codes, sizes, scale)

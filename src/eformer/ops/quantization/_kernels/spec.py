@@ -24,6 +24,7 @@ from eformer._errors import QuantizedGradientError
 from . import explicit, lowering, select
 from .avals import agree, result_type
 from .partition_matmul import partitioned
+from .platforms import default_platform
 from .problem import Options, Spec, as_operands, check_x, out_shape, problem_of, spec_of
 
 qmatmul_p = Primitive("eformer_qmatmul")
@@ -77,7 +78,7 @@ def bind(
 ) -> jax.Array:
     """Apply the primitive, and leave a note for `explain` unless the product being transformed has left one."""
     if not announced:
-        select.announce("qmatmul", select.CANDIDATES, problem_of(spec, jax.default_backend(), x, codes, scale))
+        select.announce("qmatmul", select.CANDIDATES, problem_of(spec, default_platform(), x, codes, scale))
     operands = agree(x, codes) if scale is None else agree(x, codes, scale)
     product = functools.partial(qmatmul_p.bind, spec=spec)
     out = explicit.of_product(spec, x, codes) if out is None else out

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from eformer import _settings
 
+from .platforms import default_platform
 from .problem import PER_CODE, check_names, problem_of, spec_of
 
 _nf4: contextvars.ContextVar[bool] = contextvars.ContextVar("eformer_nf4_use_kernel", default=True)
@@ -67,4 +68,4 @@ def is_kernel_available(fmt: str = "nf4") -> bool:
     codes = jax.ShapeDtypeStruct(stored, jnp.int8 if fmt == "int8" else jnp.uint8)
     spec = spec_of(x, codes, scale, fmt=fmt, form="dot", cols=64, preference="native")
     with nf4_use_kernel(True):
-        return choose(CANDIDATES, problem_of(spec, jax.default_backend(), x, codes, scale))[0].kind == "native"
+        return choose(CANDIDATES, problem_of(spec, default_platform(), x, codes, scale))[0].kind == "native"
