@@ -36,7 +36,12 @@ def corner_of(ys: list[jax.Array]) -> jax.Array:
 
 
 def microseconds(function: Callable[..., Any], *args: Any, calls: int = 10, rounds: int = 7) -> float:
-    """Median time of one call, the device kept busy."""
+    """Median time of one call, the device kept busy.
+
+    A result is dropped before the next call: it then gets the same memory again. Otherwise XLA changes the addresses in
+    its CUDA graph for every call, on the host, and small products are timed by that (up to 3 us each).
+    """
+    result = None
     for _ in range(3):
         result = function(*args)
     jax.block_until_ready(result)
@@ -44,6 +49,7 @@ def microseconds(function: Callable[..., Any], *args: Any, calls: int = 10, roun
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(calls):
+            result = None
             result = function(*args)
         jax.block_until_ready(result)
         times.append((time.perf_counter() - start) / calls)

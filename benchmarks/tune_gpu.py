@@ -1,4 +1,4 @@
-"""Times every way to cut a product up, next to the one the table of the GPU kernels chooses.
+"""Times every way to cut a product up for csrc/cuda/dot.cuh, next to the one the table of the GPU kernels chooses.
 
     python benchmarks/tune_gpu.py [--quick] [--json PATH]
 
@@ -27,7 +27,7 @@ def time_of(fmt: str, k: int, n: int, m: int, tiles: int, splits: int, count: in
     keys = jax.random.split(jax.random.key(0), count)
     stored = [storage(key, fmt, n, k) for key in keys]
     x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
-    _calls.cut = lambda *sizes: (tiles, splits)
+    _calls.cut, _calls.is_skinny = (lambda *sizes: (tiles, splits)), (lambda *sizes: False)
     try:
         block = BLOCK if fmt == "nf4" else None
         program = jax.jit(
@@ -36,7 +36,7 @@ def time_of(fmt: str, k: int, n: int, m: int, tiles: int, splits: int, count: in
         jax.clear_caches()
         return microseconds(program, x, stored, calls=5, rounds=5) / count
     finally:
-        _calls.cut = tuning.cut
+        _calls.cut, _calls.is_skinny = tuning.cut, tuning.is_skinny
 
 
 def main() -> None:

@@ -425,7 +425,7 @@ struct DotBlock {
       barrier_wait(&full[slot], phase);
       compute(slot);
       __syncwarp();
-      if (lane == 0) barrier_arrive(&empty[slot]);
+      barrier_arrive(&empty[slot]);  // every lane: it has read for itself
       next_slot();
     }
   }
@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(DotShape<FMT, NT, T, WK, STAGES>::kThreads, 1)
   const bool loads = warp >= kWarps;
   if (threadIdx.x < STAGES) {
     barrier_init(&full[threadIdx.x], S::kSelfLoading ? 1 : S::kLoaders);
-    barrier_init(&empty[threadIdx.x], kWarps);
+    barrier_init(&empty[threadIdx.x], kWorkers);
   }
   let_next_kernel_start();
   __syncthreads();

@@ -2,9 +2,8 @@
 #pragma once
 
 #include <atomic>
-#include <mutex>
-#include <vector>
 
+#include "device.h"
 #include "dot.cuh"
 #include "kernels.h"
 #include "skinny_launch.cuh"
@@ -22,37 +21,6 @@ inline int log2_of(int64_t v) {
 inline int unit_of(const void* base, int64_t pitch, int64_t stride) {
   const uint64_t all = reinterpret_cast<uintptr_t>(base) | static_cast<uint64_t>(pitch) | static_cast<uint64_t>(stride);
   return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
-}
-
-struct Device {
-  int id, shared_bytes, major, multiprocessors;
-};
-// Asked once per device: a product is launched in microseconds.
-inline cudaError_t current_device(Device* device) {
-  static std::mutex mutex;
-  static std::vector<Device> known;
-  int id = 0;
-  if (cudaError_t e = cudaGetDevice(&id)) return e;
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const Device& d : known) {
-    if (d.id == id) return *device = d, cudaSuccess;
-  }
-  device->id = id;
-  if (cudaError_t e = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&device->major, cudaDevAttrComputeCapabilityMajor, id)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id)) return e;
-  known.push_back(*device);
-  return cudaSuccess;
-}
-
-// Lets a kernel use all the shared memory of a block, once per device.
-template <class Kernel>
-cudaError_t allow_shared(Kernel* kernel, const Device& device, int bytes, std::atomic<uint64_t>* done) {
-  const uint64_t bit = uint64_t{1} << (device.id % 64);
-  if (device.id < 64 && (done->load() & bit)) return cudaSuccess;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  done->fetch_or(bit);
-  return cudaSuccess;
 }
 
 template <class S, int FMT>
@@ -179,7 +147,7 @@ cudaError_t launch_all(cudaStream_t stream, const Product& asked) {
   if (cudaError_t e = current_device(&device)) return e;
   if (asked.tiles < 1) {  // the caller leaves it to the kernels
     if (device.major >= 9) {
-      const cudaError_t error = choose_skinny<E>(stream, asked, device.multiprocessors, device.shared_bytes);
+      const cudaError_t error = choose_skinny<E>(stream, asked, device);
       if (error != cudaErrorNotSupported) return error;
     }
     const int64_t each = ceil_div<int64_t>(p.d.rows * p.d.count, 16 * device.multiprocessors);

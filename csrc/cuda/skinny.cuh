@@ -1,12 +1,13 @@
-// y = x @ D.T for at most 8 rows of x, where every microsecond that is not spent on reading D counts.
+// y = x @ D.T for at most 16 rows of x, where every microsecond that is not spent on reading D counts.
 //
 // A block owns groups of up to 8 tiles of 16 rows of D. KC columns of a tile are a piece; the pieces of a group, one
-// chunk of columns after the other, are dealt out to the warps, and from then on a warp is alone: it copies
-// its pieces into a ring of its own, RING pieces ahead, decodes and multiplies them, adds the result to sums of its
-// own in shared memory, and waits for nobody until the sums of all warps are added up. So memory is asked from the
-// first cycle to the last, and decoding happens meanwhile. x goes from memory into registers in the order in which the
-// decoded weights come, one chunk ahead, and serves all tiles. The loop over pieces is rolled up: a warp passes it only
-// a few times, and instructions have to be fetched, too.
+// chunk of columns after the other, are dealt out to the warps, and from then on a warp is alone: it copies its pieces
+// into a ring of its own, RING pieces ahead, takes the oldest into registers, asks for the next, decodes and multiplies,
+// adds the result to sums of its own in shared memory, and waits for nobody until the sums of all warps are added up.
+// So memory is asked from the first cycle to the last, and decoding happens meanwhile. One or two pieces ahead are
+// enough: more are served in any order, and the first one comes later. x goes from memory into registers in the order in
+// which the decoded weights come, before the first piece is asked for, and serves all tiles. The loop over pieces is
+// rolled up: a warp passes it only a few times, and instructions have to be fetched, too.
 #pragma once
 
 #include "decode.cuh"
@@ -234,9 +235,11 @@ struct SkinnyWarp {
     }
   }
   // The product of the oldest piece, which is of tile i, with its part of x.
-  __device__ __forceinline__ void product(float (&sum)[NT][4], int i) const {
+  __device__ __forceinline__ void product(float (&sum)[NT][4], int i) {
     uint32_t w[S::kCells][2];
     load_codes(w);
+    __syncwarp();
+    issue();  // its place is free
     if constexpr (FMT == kNf4) {
       float factor[2][S::kGroups];
       load_scales(factor, i);
@@ -303,8 +306,6 @@ struct SkinnyWarp {
         product(sum, i);
         add(sum, i, unseen > 0);
         --unseen;
-        __syncwarp();
-        issue();
       }
       i = 0, ++c;
       if (rest > 0) {
@@ -356,6 +357,7 @@ struct SkinnyWarp {
 
 template <int FMT, class E, int NT, int KC, int RING, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_constant__ SkinnyArgs a) {
+#if __CUDA_ARCH__ >= 900  // on earlier ones it has not been measured, and is not asked
   using S = SkinnyShape<FMT, NT, KC, RING, WARPS>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
@@ -366,10 +368,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
   w.first_chunk = __umulhi(2 * first, a.tiles_magic), w.first_tile = first - w.first_chunk * a.tiles;
   w.ring = w.oldest = shared_address(shared) + S::kRing + warp * (RING * S::kPiece);
   w.at_group(w.count > 0 ? static_cast<int>(blockIdx.x) : a.total);
+  w.load_x(w.first_chunk, w.matrix_of(blockIdx.x));  // first: the pieces come in any order, and none is of use without x
   if constexpr (FMT == kNf4) w.fetch_scales(blockIdx.x, warp);
 #pragma unroll 1
   for (int i = 0; i < RING; ++i) w.issue();
-  w.load_x(w.first_chunk, w.matrix_of(blockIdx.x));
   const int share = (w.g << a.width_log) + w.t;
   w.sums = shared_address(shared) + S::sum_unit(a, warp, share >> 3) + (share & 7) * 16;
   w.sum_pitch = (warp < S::kInTable ? 256 : 128) << a.width_log;
@@ -391,6 +393,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
       __syncthreads();  // the scales are there, and the sums have been read
     }
   }
+#endif
 }
 
 }  // namespace eformer

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "device.h"
 #include "kernels.h"
 #include "skinny.cuh"
 
@@ -10,13 +11,13 @@ namespace eformer {
 
 // The tiles a block takes at a time, so that the multiprocessors end together; 0 where shared memory is too small.
 template <class S>
-int skinny_tiles(const Product& p, int cells, int multiprocessors, int shared_bytes) {
+int skinny_tiles(const Product& p, int cells, const Device& device) {
   int best = 0;
   double least = 0;
   for (int tiles = 1; tiles <= S::kMostTiles && tiles * 16 <= p.d.rows; ++tiles) {
-    if (S::shared_bytes(tiles, cells, static_cast<int>(p.m)) > shared_bytes) break;
+    if (S::shared_bytes(tiles, cells, static_cast<int>(p.m)) > device.shared_bytes) break;
     const int64_t groups = ceil_div<int64_t>(p.d.rows, tiles * 16) * p.d.count;
-    const double cost = static_cast<double>(ceil_div<int64_t>(groups, multiprocessors)) * (tiles + 0.5);
+    const double cost = static_cast<double>(ceil_div<int64_t>(groups, device.multiprocessors)) * (tiles + 0.5);
     if (best == 0 || cost < least) best = tiles, least = cost;
   }
   return best;
@@ -26,10 +27,9 @@ inline uint32_t magic_of(int64_t divisor) {
   return static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor);
 }
 
-template <int FMT, class E, int NT, int KC, int RING>
-cudaError_t launch_skinny(cudaStream_t stream, const Product& p, int multiprocessors, int shared_bytes) {
-  constexpr int kWarps = 16;
-  using S = SkinnyShape<FMT, NT, KC, RING, kWarps>;
+template <int FMT, class E, int NT, int KC, int RING, int WARPS = 16>
+cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& device) {
+  using S = SkinnyShape<FMT, NT, KC, RING, WARPS>;
   const Matrices& d = p.d;
   const uint64_t aligned = reinterpret_cast<uintptr_t>(d.codes) | d.row_bytes | reinterpret_cast<uintptr_t>(p.x);
   if (d.cols % KC || aligned % 16 || d.rows < 16 || p.groups) return cudaErrorNotSupported;
@@ -42,7 +42,7 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, int multiproces
   }
   SkinnyArgs a{};
   a.scale_cells = FMT == kNf4 ? static_cast<int32_t>(scale_row / 16) : 0, a.share_log = share_log;
-  a.tiles = skinny_tiles<S>(p, a.scale_cells, multiprocessors, shared_bytes);
+  a.tiles = skinny_tiles<S>(p, a.scale_cells, device);
   if (a.tiles == 0) return cudaErrorNotSupported;
   const int64_t groups = ceil_div<int64_t>(d.rows, a.tiles * 16);
   constexpr int64_t kMost = int64_t{1} << 31;
@@ -60,31 +60,39 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, int multiproces
   a.scale_batch = d.scale_rows * scale_row;
   for (int i = 0; i < 16; ++i) a.book[i] = kHostCodebook[i];
   if constexpr (FMT == kTernary || FMT == kBinary) a.fields = Weights<FMT, E>::field_bits();
-  auto* kernel = &skinny_kernel<FMT, E, NT, KC, RING, kWarps>;
-  static std::atomic<bool> allowed{false};  // setting it again does no harm
-  if (!allowed.load()) {
-    constexpr auto kSize = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, kSize, shared_bytes)) return e;
-    allowed.store(true);
-  }
-  const int blocks = a.total < multiprocessors ? a.total : multiprocessors;
+  auto* kernel = &skinny_kernel<FMT, E, NT, KC, RING, WARPS>;
+  static std::atomic<uint64_t> allowed{0};
+  if (cudaError_t e = allow_shared(kernel, device, device.shared_bytes, &allowed)) return e;
+  const int blocks = a.total < device.multiprocessors ? a.total : device.multiprocessors;
   kernel<<<blocks, S::kThreads, S::shared_bytes(a.tiles, a.scale_cells, a.m), stream>>>(a);
   return cudaGetLastError();
 }
 
-// More rows of x leave too few registers and too little shared memory for deep rings.
+// Rings are short: what is asked for far ahead comes in any order, and the first piece late. Where 256 columns are more
+// chunks than warps and 512 are not, ternary and binary take 512, so that a warp needs x once.
+template <int FMT, class E>
+cudaError_t choose_fields(cudaStream_t stream, const Product& p, const Device& device) {
+  if (p.m > 8) return launch_skinny<FMT, E, 2, 256, FMT == kBinary ? 2 : 1>(stream, p, device);
+  const bool wide = p.d.cols % 512 == 0 && p.d.cols > 4096 && p.d.cols <= 8192;
+  return wide ? launch_skinny<FMT, E, 1, 512, 1>(stream, p, device) : launch_skinny<FMT, E, 1, 256, 2>(stream, p, device);
+}
 template <class E>
-cudaError_t choose_skinny(cudaStream_t stream, const Product& p, int multiprocessors, int shared_bytes) {
-  if (p.m > 8) return cudaErrorNotSupported;
+cudaError_t choose_skinny(cudaStream_t stream, const Product& p, const Device& device) {
+  if (p.m > 16) return cudaErrorNotSupported;
   switch (p.d.fmt) {
     case 0:
-      return launch_skinny<kNf4, E, 1, 256, 2>(stream, p, multiprocessors, shared_bytes);
+      if (p.m > 8) return launch_skinny<kNf4, E, 2, 256, 1, 12>(stream, p, device);
+      return p.m > 2 ? launch_skinny<kNf4, E, 1, 256, 1>(stream, p, device)
+                     : launch_skinny<kNf4, E, 1, 256, 2>(stream, p, device);
     case 1:
-      return launch_skinny<kInt8, E, 1, 128, 4>(stream, p, multiprocessors, shared_bytes);
+      if (p.m > 8) return launch_skinny<kInt8, E, 2, 128, 2, 12>(stream, p, device);
+      if (p.d.rows * p.d.cols <= int64_t{1} << 24) return launch_skinny<kInt8, E, 1, 128, 1>(stream, p, device);
+      return p.d.rows * p.d.cols <= int64_t{1} << 27 ? launch_skinny<kInt8, E, 1, 128, 2>(stream, p, device)
+                                                     : launch_skinny<kInt8, E, 1, 128, 3>(stream, p, device);
     case 2:
-      return launch_skinny<kTernary, E, 1, 256, 6>(stream, p, multiprocessors, shared_bytes);
+      return choose_fields<kTernary, E>(stream, p, device);
     case 3:
-      return launch_skinny<kBinary, E, 1, 256, 6>(stream, p, multiprocessors, shared_bytes);
+      return choose_fields<kBinary, E>(stream, p, device);
   }
   return cudaErrorNotSupported;
 }

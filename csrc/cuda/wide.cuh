@@ -1,4 +1,4 @@
-// y = x @ D.T (dot form) or x @ D (axpy form) for 17 and more rows of x, on Hopper: y.T = W x.T, where W is decoded into
+// y = x @ D.T (dot form) or x @ D (axpy form) for many rows of x, on Hopper: y.T = W x.T, where W is decoded into
 // the registers from which `wgmma` takes its left operand, and x lies in shared memory as the right one.
 //
 // A block owns some outs (rows of y.T) and N rows of x. One warpgroup loads: a warp asks the copy engine for codes, one
@@ -70,7 +70,7 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(&empty_c[codes.slot]);
+      barrier_arrive(&empty_c[codes.slot]);
     }
     wgmma_wait<0>();
   }

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "device.h"
 #include "kernels.h"
 #include "tensor_map.h"
 #include "wide.cuh"
@@ -37,14 +38,10 @@ cudaError_t launch_wide(cudaStream_t stream, const Product& p) {
   const Boxes x{p.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, {width, m, count}, {width * 2, width * 2 * m}, {64, N, 1}, 128};
   if (!make_tensor_map(&a.codes_map, codes) || !make_tensor_map(&a.x_map, x)) return cudaErrorNotSupported;
   auto* kernel = &wide_kernel<FMT, E, FORM, N, G, D>;
-  static std::atomic<uint64_t> allowed{0};  // one bit per device; setting it again does no harm
-  int device = 0;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device >= 64 || !(allowed.load() & bit)) {
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, W::kShared)) return e;
-    allowed.fetch_or(bit);
-  }
+  static std::atomic<uint64_t> allowed{0};
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  if (cudaError_t e = allow_shared(kernel, device, W::kShared, &allowed)) return e;
   const int64_t tiles = ceil_div<int64_t>(outs, W::kOuts);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(tiles * a.m_chunks), splits, static_cast<unsigned>(d.count));
@@ -64,6 +61,9 @@ template <int FMT, class E, int FORM>
 cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
   const bool few = w.outs <= (FORM == kDot ? 64 : 128);
   constexpr int kMore = FORM == kDot ? 4 : 2, kShare = FORM == kDot ? 2 : 1;
+  if (w.width <= 16) {
+    return few ? launch_wide<FMT, E, FORM, 16, 2, 2>(stream, w.p) : launch_wide<FMT, E, FORM, 16, kMore, kShare>(stream, w.p);
+  }
   if (w.width <= 32) {
     return few ? launch_wide<FMT, E, FORM, 32, 2, 2>(stream, w.p) : launch_wide<FMT, E, FORM, 32, kMore, kShare>(stream, w.p);
   }
@@ -78,10 +78,9 @@ cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
 
 template <class E, int FORM>
 cudaError_t choose_wide_format(cudaStream_t stream, const WideProduct& w) {
-  int device = 0, major = 0;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
-  if (major != 9) return cudaErrorNotSupported;  // no other generation has the instruction
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  if (device.major != 9) return cudaErrorNotSupported;  // no other generation has the instruction
   switch (w.p.d.fmt) {
     case 0:
       return w.p.d.block % 64 ? cudaErrorNotSupported : choose_wide<kNf4, E, FORM>(stream, w);

@@ -79,8 +79,8 @@ struct WideLoader {
     full_c = empty_x + W::kXStages, empty_c = full_c + W::kCodeStages;
     if (threadIdx.x == 0) {
       for (int i = 0; i < W::kXStages; ++i) barrier_init(&full_x[i], 1), barrier_init(&empty_x[i], W::kSides * 4);
-      constexpr int kSources = FMT == kNf4 ? 3 : 1;  // the copy engine, and two warps with scales
-      for (int i = 0; i < W::kCodeStages; ++i) barrier_init(&full_c[i], kSources), barrier_init(&empty_c[i], G * 4);
+      constexpr int kSources = FMT == kNf4 ? 65 : 1;  // the copy engine, and two warps with scales
+      for (int i = 0; i < W::kCodeStages; ++i) barrier_init(&full_c[i], kSources), barrier_init(&empty_c[i], G * 128);
       WideDecoder<FMT, E, FORM, S>::put_constants(reinterpret_cast<uint32_t*>(shared + W::kConstants));
       barriers_visible_to_cluster();
     }
@@ -178,8 +178,7 @@ struct WideLoader {
       } else {
         put_pairs(to, now[0], now[1]);
       }
-      __syncwarp();
-      if (thread % 32 == 0) barrier_arrive(&full_c[ring.slot]);
+      barrier_arrive(&full_c[ring.slot]);
     }
   }
 };

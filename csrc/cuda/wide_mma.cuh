@@ -23,6 +23,11 @@ constexpr int item_kind<__half> = kF16;
 #define EFORMER_F32(c, i) EFORMER_F16(c, i), EFORMER_F16(c, i + 16)
 #define EFORMER_F64(c, i) EFORMER_F32(c, i), EFORMER_F32(c, i + 32)
 #define EFORMER_F128(c, i) EFORMER_F64(c, i), EFORMER_F64(c, i + 64)
+#define EFORMER_WGMMA_16(TYPE) \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE " {" \
+               "%0,%1,%2,%3,%4,%5,%6,%7" \
+               "}, {%8,%9,%10,%11}, %12, p, 1, 1, 0; }" \
+               : EFORMER_F4(c, 0), EFORMER_F4(c, 4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define EFORMER_WGMMA_32(TYPE) \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" \
                "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
@@ -56,7 +61,9 @@ constexpr int item_kind<__half> = kF16;
 template <class E, int N>
 __device__ __forceinline__ void wgmma(float (&c)[N / 2], const uint32_t* a, uint64_t b) {
   constexpr bool kBf = item_kind<E> == kBf16;
-  if constexpr (N == 32) {
+  if constexpr (N == 16) {
+    if constexpr (kBf) EFORMER_WGMMA_16("bf16"); else EFORMER_WGMMA_16("f16");
+  } else if constexpr (N == 32) {
     if constexpr (kBf) EFORMER_WGMMA_32("bf16"); else EFORMER_WGMMA_32("f16");
   } else if constexpr (N == 64) {
     if constexpr (kBf) EFORMER_WGMMA_64("bf16"); else EFORMER_WGMMA_64("f16");

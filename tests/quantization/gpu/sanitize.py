@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer.ops.quantization._kernels import cuda, qgather, qmatmul, qragged_dot
+from eformer.ops.quantization._kernels.cuda import _wide
 
 NF4 = {"fmt": "nf4", "block": 64}
 TABLE = [
@@ -19,9 +20,13 @@ TABLE = [
     (40, 96, 3, {"fmt": "nf4", "block": 32}),
 ]
 TABLE += [(40, 520, m, {"fmt": fmt}) for fmt in ("int8", "ternary", "binary") for m in (1, 12, 20, 40)]
+# The kernel for few rows: whole chunks of columns, short and long ones.
+TABLE += [(50, 1024, 3, how) for how in (NF4, {"fmt": "int8"}, {"fmt": "ternary"}, {"fmt": "binary"})]
+TABLE += [(50, 1024, 12, how) for how in (NF4, {"fmt": "int8"}, {"fmt": "ternary"}, {"fmt": "binary"})]
+TABLE += [(40, 8192, 2, {"fmt": fmt}) for fmt in ("ternary", "binary")]
 # The wide kernel: columns in whole chunks of 16 bytes; tiles with and without edges, splits of the depth.
 TABLE += [
-    (136, 1280, m, how) for how in (NF4, {"fmt": "int8"}, {"fmt": "ternary"}, {"fmt": "binary"}) for m in (40, 140)
+    (136, 1280, m, how) for how in (NF4, {"fmt": "int8"}, {"fmt": "ternary"}, {"fmt": "binary"}) for m in (12, 40, 140)
 ]
 PER_BYTE = {"int8": 1, "ternary": 4, "binary": 8}
 
@@ -30,7 +35,9 @@ def main() -> None:
     assert cuda.loaded().reason is None, cuda.loaded().reason
     rng = np.random.default_rng(0)
     table = [TABLE[int(number)] for number in sys.argv[1:]] or TABLE
+    small = _wide.SMALL
     for rows, cols, m, how in table:
+        _wide.SMALL = small if cols == 1280 else 0  # INT8 with 12 rows: the wide kernel there, the skinny one elsewhere
         x = jnp.asarray(rng.standard_normal((m, cols)), jnp.bfloat16)
         if how["fmt"] == "nf4":
             shape = (rows, -(-cols // how["block"]), how["block"] // 2)
@@ -44,7 +51,8 @@ def main() -> None:
         back = qmatmul(jnp.ones((m, rows), x.dtype), codes, scale, form="axpy", cols=cols, **how) if cols == 1280 else y
         looked_up = qgather(codes, scale, np.arange(0, rows, 3), cols=cols, **how)
         sizes = jnp.array([m // 2, m - m // 2])
-        ragged = qragged_dot(x, codes[None].repeat(2, 0), scale, sizes, form="dot", cols=cols, **how)
+        stack = codes[None].repeat(2, 0)
+        ragged = qragged_dot(x, stack, scale, sizes, form="dot", cols=cols, **how) if m <= 64 else y
         assert all(
             bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in jax.block_until_ready((y, back, looked_up, ragged))
         )

@@ -18,7 +18,7 @@ from ..avals import result_type
 from ..problem import FORMATS, Problem, Spec, out_shape
 from . import _wide
 from ._library import DEQUANT, GATHER, QMATMUL, RAGGED, WIDE
-from .tuning import cut, generation
+from .tuning import cut, generation, is_skinny
 
 Result = tuple[tuple[int, ...], np.dtype]
 # Rows of x up to which scales are kept out of the decoded matrix.
@@ -52,7 +52,10 @@ def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | 
     spec = problem.spec
     x, scale, merge = prepare(problem, x, scale)
     batch, m, _ = x.shape
-    tiles, splits = cut(spec.fmt, batch, m, problem.rows, spec.cols)
+    if is_skinny(spec.fmt, m, spec.cols):
+        tiles, splits = 0, 1  # the library chooses
+    else:
+        tiles, splits = cut(spec.fmt, batch, m, problem.rows, spec.cols)
     shape = (batch, m, problem.rows)
     results: list[Result] = [(shape, spec.out_dtype if merge is None else F32)]
     results.append(((splits * math.prod(shape) if splits > 1 else 0,), F32))

@@ -20,6 +20,7 @@ from ..problem import Problem
 from .tuning import PER_BYTE
 
 FEWEST = MappingProxyType({"dot": 17, "axpy": 1})  # rows of x
+SMALL, FEWEST_SMALL = 1 << 26, 9  # values of an INT8 matrix up to which it is quicker from 9 rows of x on
 MOST = 1024  # from here on, decoding once and multiplying with cuBLAS is as quick
 
 
@@ -41,21 +42,23 @@ class Cost(NamedTuple):
 # (rows of x, outs) per block, fitted to times on an H200. In the dot form all formats are within 15 % of NF4.
 DOT: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (32, 128): Cost(5.5, 0.233), (32, 64): Cost(3.1, 0.155), (64, 128): Cost(6.2, 0.267),
-        (64, 64): Cost(3.5, 0.175), (128, 128): Cost(5.4, 0.424), (128, 64): Cost(4.3, 0.219),
-        (256, 128): Cost(7.0, 0.669),
+        (16, 128): Cost(5.2, 0.21), (16, 64): Cost(3.0, 0.15), (32, 128): Cost(5.5, 0.233), (32, 64): Cost(3.1, 0.155),
+        (64, 128): Cost(6.2, 0.267), (64, 64): Cost(3.5, 0.175), (128, 128): Cost(5.4, 0.424),
+        (128, 64): Cost(4.3, 0.219), (256, 128): Cost(7.0, 0.669),
     }
 )  # fmt: skip
 AXPY: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (32, 256): Cost(1.0, 0.49), (32, 128): Cost(2.5, 0.26), (64, 256): Cost(2.8, 0.533),
-        (64, 128): Cost(5.5, 0.265), (128, 256): Cost(7.6, 0.675), (128, 128): Cost(6.9, 0.35),
+        (16, 256): Cost(1.0, 0.46), (16, 128): Cost(2.8, 0.22), (32, 256): Cost(1.0, 0.49), (32, 128): Cost(2.5, 0.26),
+        (64, 256): Cost(2.8, 0.533), (64, 128): Cost(5.5, 0.265), (128, 256): Cost(7.6, 0.675),
+        (128, 128): Cost(6.9, 0.35),
     }
 )  # fmt: skip
 AXPY_NF4: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (32, 256): Cost(4.2, 0.586), (32, 128): Cost(1.9, 0.39), (64, 256): Cost(5.9, 0.65),
-        (64, 128): Cost(5.3, 0.387), (128, 256): Cost(10.0, 0.845), (128, 128): Cost(7.1, 0.44),
+        (16, 256): Cost(4.2, 0.55), (16, 128): Cost(1.9, 0.37), (32, 256): Cost(4.2, 0.586), (32, 128): Cost(1.9, 0.39),
+        (64, 256): Cost(5.9, 0.65), (64, 128): Cost(5.3, 0.387), (128, 256): Cost(10.0, 0.845),
+        (128, 128): Cost(7.1, 0.44),
     }
 )  # fmt: skip
 CLUSTER_COST = 1.5
@@ -81,7 +84,9 @@ def takes(problem: Problem) -> bool:
         return False
     rows = problem.m * (2 if doubled else 1)
     deep = problem.cols if spec.form == "dot" else problem.rows
-    if not FEWEST[spec.form] <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
+    small = spec.fmt == "int8" and spec.form == "dot" and problem.rows * problem.cols <= SMALL
+    fewest = FEWEST_SMALL if small else FEWEST[spec.form]
+    if not fewest <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
     if spec.fmt == "nf4":
         return (spec.block or 0) % 64 == 0

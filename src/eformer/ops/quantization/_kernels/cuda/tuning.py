@@ -10,8 +10,17 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
+
+
+class Skinny(NamedTuple):
+    """Rows of x up to which it is the quickest; of how many columns it takes a multiple; most columns above 8 rows."""
+
+    rows: int
+    columns: int
+    most: int = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +29,8 @@ class Generation:
 
     `stage_cost` is what a stage costs besides its tiles, by columns of eight rows of x; `block_cost` what starting and
     ending a block costs, `sum_cost` adding up splits. `largest_m` is the number of rows of x up to which decoding
-    inside the product beats decoding first. `skinny_m` is the number up to which the kernel of csrc/cuda/skinny.cuh is
-    asked first. It is 0, never, until that kernel has passed the GPU tests in its last form (docs/gpu_kernels.md).
+    inside the product beats decoding first. `skinny` is about the kernel of csrc/cuda/skinny.cuh: by format, what it
+    takes faster than others do.
     """
 
     multiprocessors: int
@@ -29,15 +38,19 @@ class Generation:
     stage_cost: Mapping[int, float]
     block_cost: float
     sum_cost: float
-    skinny_m: int = 0
+    skinny: Mapping[str, Skinny]
 
 
 STAGE_COST = MappingProxyType({1: 1.0, 2: 2.5, 4: 4.0, 8: 6.0})
+SKINNY = MappingProxyType(
+    {"nf4": Skinny(16, 256, 8192), "int8": Skinny(16, 128), "ternary": Skinny(16, 256), "binary": Skinny(16, 256)}
+)
+NOT_SKINNY: Mapping[str, Skinny] = MappingProxyType({})
 TABLE: Mapping[str, Generation] = MappingProxyType(
     {
-        "9.0": Generation(132, 64, STAGE_COST, 28.0, 28.0),
-        "8.0": Generation(108, 64, STAGE_COST, 28.0, 28.0),  # like 9.0, not measured
-        "8.9": Generation(128, 64, STAGE_COST, 28.0, 28.0),  # likewise
+        "9.0": Generation(132, 64, STAGE_COST, 28.0, 28.0, SKINNY),
+        "8.0": Generation(108, 64, STAGE_COST, 28.0, 28.0, NOT_SKINNY),  # like 9.0, not measured
+        "8.9": Generation(128, 64, STAGE_COST, 28.0, 28.0, NOT_SKINNY),  # likewise
     }
 )
 DEFAULT = "9.0"
@@ -68,10 +81,8 @@ def segment_bytes(fmt: str, columns: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
-    """Tiles per block and splits of the columns. No tiles: the skinny kernel chooses, or, if it cannot, the library."""
+    """Tiles per block and splits of the columns, for the kernel of csrc/cuda/dot.cuh."""
     here, columns = generation(), columns_of(fmt, m)
-    if m <= here.skinny_m:
-        return 0, 1
     stages = -(-cols // (segment_bytes(fmt, columns) * PER_BYTE[fmt]))
     chunks = batch * -(-m // (8 * columns))
 
@@ -83,3 +94,11 @@ def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
 
     choices = [(t, s) for s in (1, 2, 4, 8) if s <= max(stages // 2, 1) for t in range(1, MOST_TILES + 1)]
     return min(choices, key=lambda choice: (cost(*choice), choice[1]))
+
+
+def is_skinny(fmt: str, m: int, cols: int) -> bool:
+    """Is this product for the kernel of csrc/cuda/skinny.cuh? The library still checks blocks and alignment."""
+    limits = generation().skinny.get(fmt)
+    if limits is None or cols % limits.columns:
+        return False
+    return m <= (limits.rows if cols <= limits.most else min(limits.rows, 8))
