@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     has to be set by then. Later lines win over "error".
     """
     config.addinivalue_line("filterwarnings", "ignore::eformer._errors.MaterializationWarning")
+    # Another worker may be writing the file: JAX then compiles the program itself.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
