@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -39,16 +40,17 @@ def random_storage(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> 
 def interleaved(calls: dict[str, Call], rounds: int, *, at_most: float = float("inf")) -> dict[str, float]:
     """Median seconds of every call, all timed once per round, so that a busy machine slows all of them alike.
 
-    Rounds stop early once they have taken `at_most` seconds, but not before the third.
+    The order changes from round to round: who always follows the same call finds the caches, and the sleeping threads,
+    that one leaves behind. Rounds stop early once they have taken `at_most` seconds, but not before the third.
     """
     for function, operands in calls.values():
         jax.block_until_ready(function(*operands))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    begin = time.perf_counter()
+    begin, order = time.perf_counter(), random.Random(0)
     for done in range(rounds):
         if done >= 3 and time.perf_counter() - begin > at_most:
             break
-        for name, (function, operands) in calls.items():
+        for name, (function, operands) in order.sample(list(calls.items()), len(calls)):
             start = time.perf_counter()
             jax.block_until_ready(function(*operands))
             seconds[name].append(time.perf_counter() - start)

@@ -127,20 +127,27 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def decode(formats: tuple[str, ...], steps: int) -> dict[str, float]:
-    """Tokens per second of one decode step after another, all kinds of weights in turn."""
+def decode(formats: tuple[str, ...], rounds: int, tokens: int = 8) -> dict[str, float]:
+    """Tokens per second: every kind of weights makes `tokens` of them, one after another as in use, then the next."""
     shape = Shape()
     kinds: dict[str, tuple[Any, Any]] = {
         "f32": (lambda w: w, jnp.float32),
         "bf16": (lambda w: w.astype(jnp.bfloat16), jnp.bfloat16),
         **{fmt: (functools.partial(quantize, dtype=fmt), jnp.float32) for fmt in formats},
     }
-    step = jax.jit(functools.partial(decode_step, shape))
-    calls: dict[str, Call] = {}
-    for name, (convert, dtype) in kinds.items():
-        state = (make_params(shape, convert, dtype), make_cache(shape, dtype))
-        calls[name] = (step, (*state, jnp.asarray(7), jnp.asarray(100)))
-    return {name: 1 / seconds for name, seconds in interleaved(calls, steps).items()}
+    step = jax.jit(functools.partial(decode_step, shape), donate_argnums=1)
+
+    def generate(params: Any, dtype: Any) -> Any:
+        token, cache = jnp.asarray(7), make_cache(shape, dtype)
+        for position in range(tokens):
+            token, cache = step(params, cache, token, jnp.asarray(100 + position))
+        return token
+
+    calls: dict[str, Call] = {
+        name: (functools.partial(generate, dtype=dtype), (make_params(shape, convert, dtype),))
+        for name, (convert, dtype) in kinds.items()
+    }
+    return {name: tokens / seconds for name, seconds in interleaved(calls, rounds).items()}
 
 
 def style(name: str) -> dict[str, Any]:
@@ -158,7 +165,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     first = results[0]
-    same = [r for r in results if all(r[f] == first[f] for f in ("k", "n", "form", "dtype"))]
+    same = [r for r in results if all(r[f] == first[f] for f in ("k", "n", "form", "dtype", "isa"))]
     figure, axes = plt.subplots(figsize=(8, 4))
     for name in first["ratios"]:
         axes.plot([r["m"] for r in same], [r["ratios"][name] for r in same], label=name, **style(name))
@@ -211,7 +218,7 @@ def measured(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
             for name in results[-1]["ratios"]:
                 line = f"{size:>11} {form:>4} {dtype:>8} M={m:<4} {name:<16} {results[-1]['ratios'][name]:6.3f}"
                 print(line, verdict(results[-1], name), flush=True)
-    return results, {} if options.no_decode else decode(tuple(options.formats), 5 if options.quick else 25)
+    return results, {} if options.no_decode else decode(tuple(options.formats), 3 if options.quick else 9)
 
 
 def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, float]]:
