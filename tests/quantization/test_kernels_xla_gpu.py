@@ -123,6 +123,19 @@ def test_programs_for_gpus_hold_no_loop(fmt: str, form: str) -> None:
         assert ("xi4>" in text) == (m == 16 and form == "dot" and fmt in ("ternary", "binary"))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_nf4_matrix_is_decoded_in_parts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LARGE", 1)
+    rng = np.random.default_rng(27)
+    made = []
+    for rows, cols, m in ((50, 77, 16), (3, 9, 5), (96, 200, 7), (64, 64, 17)):
+        case = make_case(rng, "nf4", rows, cols, block=32)
+        made.append((case, jnp.asarray(rng.standard_normal((m, cols if form == "dot" else rows)), jnp.float32)))
+    check_all(made, form)
+    text = jax.jit(lambda x: product(made[0][0], x, form)).lower(made[0][1]).as_text()
+    assert text.count("stablehlo.dot_general") == gpu.PARTS
+
+
 @pytest.mark.usefixtures("without_library")
 def test_backward_passes_and_batches() -> None:
     """The gradient is the other form; a batch of matrices is a loop over them, and over nothing else."""

@@ -5,11 +5,15 @@
     other formats      decode everything in one kernel, then one matrix product
 
 The decoded matrix is short-lived: four bits a value for ternary and binary up to M = 256, otherwise the type of x.
+With up to 16 rows of x a large NF4 matrix is decoded a quarter at a time: it is never there as a whole.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from types import MappingProxyType
 from typing import Any
 
@@ -22,10 +26,12 @@ from . import gpu_sums
 
 PLATFORMS = ("cuda", "rocm", "gpu")
 # Rows of x up to which sums are quicker than a matrix product (measured on an H200).
-MOST_DOT = MappingProxyType({"nf4": 4, "int8": 1, "ternary": 2, "binary": 2})
+MOST_DOT = MappingProxyType({"nf4": 8, "int8": 1, "ternary": 2, "binary": 2})
 MOST_AXPY = 1
 # Up to here the product is as long as reading its operands: integers, converted on the way, are the shorter ones.
 MOST_INTEGERS = 256
+# Rows of x up to which no NF4 matrix of so many values is decoded as a whole, and the parts it then has.
+FEW, LARGE, PARTS = 16, 1 << 22, 4
 # A byte is decoded as so many halves of so many values.
 GROUPS = MappingProxyType({"int8": (1, 1), "nf4": (1, 2), "ternary": (1, 4), "binary": (2, 4)})
 # Factors for x, for decoded values (or for the blocks of NF4) and for y, each None where there is none.
@@ -49,6 +55,20 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
 
 
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
+    large = problem.m <= FEW and problem.rows * problem.cols >= LARGE
+    if problem.fmt != "nf4" or not large:
+        return _decode_and_multiply(problem, x, codes, scale)
+    edges = sorted({problem.rows * part // PARTS for part in range(PARTS + 1)})
+    dot, ys = problem.spec.form == "dot", []
+    for begin, end in itertools.pairwise(edges):
+        if ys:  # the next part is not decoded before this one is used
+            x, ys[-1] = lax.optimization_barrier((x, ys[-1]))
+        rows = x if dot else x[:, begin:end]
+        ys.append(_decode_and_multiply(problem, rows, codes[begin:end], scale[begin:end]))
+    return jnp.concatenate(ys, axis=1) if dot else functools.reduce(operator.add, ys)
+
+
+def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     spec, wide = problem.spec, problem.compute_dtype
     operand = problem.x_dtype if problem.x_dtype.itemsize == 2 else wide
     # Tied to x: matrices of later products are not decoded before their turn, so that one exists at a time.
