@@ -7,6 +7,9 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 BUILD_FILES := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 # Where there is a compiler the native kernels must have been built, and their tests must run.
 export EFORMER_TEST_NATIVE := $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo 1 || echo 0)
+# Where there is a CUDA compiler the GPU kernels are compiled, and the tests look at what came out; no GPU is needed.
+CUDA_LIBRARY := build/cuda/csrc/cuda/libeformer_cuda.so
+export EFORMER_TEST_CUDA_LIBRARY := $(if $(shell command -v nvcc 2>/dev/null),$(CURDIR)/$(CUDA_LIBRARY))
 
 # The real path of python3.12: on PATH, or kept by pyenv without being activated. Empty when there is none.
 NEWEST_PYTHON = $(shell for v in "$$PYENV_VERSION" $$(pyenv versions --bare 2>/dev/null | grep '^3\.12'); do \
@@ -16,7 +19,7 @@ NEWEST_PYTHON = $(shell for v in "$$PYENV_VERSION" $$(pyenv versions --bare 2>/d
 
 # The checks that use one core, and the second environment, are done side by side.
 test: $(VENV)/dev.stamp
-	@$(MAKE) --no-print-directory -j $(WORKERS) lint types docs prepare-newest
+	@$(MAKE) --no-print-directory -j $(WORKERS) compile-cuda lint types docs prepare-newest
 	@$(MAKE) --no-print-directory test-default
 	@$(MAKE) --no-print-directory test-newest
 
@@ -103,8 +106,14 @@ $(NEWEST_VENV)/test.stamp: $(BUILD_FILES)
 
 # The CUDA kernels for all architectures, without a GPU; copied next to their Python side, where they are found.
 CUDA_HOME_OF_KERNELS := src/eformer/ops/quantization/_kernels/cuda
-.PHONY: cuda
-cuda:
+.PHONY: cuda compile-cuda
+cuda: $(CUDA_LIBRARY)
+	cp $(CUDA_LIBRARY) $(CUDA_HOME_OF_KERNELS)/
+
+$(CUDA_LIBRARY): $(BUILD_FILES)
 	cmake -S . -B build/cuda -DEFORMER_CUDA=ON -DCMAKE_BUILD_TYPE=Release
-	cmake --build build/cuda --target eformer_cuda --parallel 2
-	cp build/cuda/csrc/cuda/libeformer_cuda.so $(CUDA_HOME_OF_KERNELS)/
+	cmake --build build/cuda --target eformer_cuda --parallel $(WORKERS)
+	@touch $@
+
+compile-cuda: $(if $(EFORMER_TEST_CUDA_LIBRARY),$(CUDA_LIBRARY))
+	@if [ -z "$(EFORMER_TEST_CUDA_LIBRARY)" ]; then echo "compile-cuda: SKIPPED, no nvcc on PATH"; fi
