@@ -70,6 +70,21 @@ def test_sizes_that_do_not_divide(fmt: str, form: str, rng: np.random.Generator)
     assert relative_error(y, case.expected(x, form)) < 3e-6
 
 
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b")], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_row_of_x(fmt: str, spec: P, rng: np.random.Generator) -> None:
+    """The loops for one row of x leave the codes where they are, too."""
+    case = make_case(rng, fmt, 64, 2048)
+    x = rng.standard_normal((1, 2048)).astype(np.float32)
+    columns = spec[1] if len(spec) > 1 else None
+    y, text = run(case, "dot", put(mesh_of(), case, x, P(None, columns), spec))
+    assert relative_error(y, case.expected(x)) < 3e-6
+    assert entries(y.sharding.spec) == (None, spec[0])
+    moved = [op for op in ("all-gather", "all-to-all", "collective-permute") if op in text]
+    assert not moved, moved
+    assert ("all-reduce" in text) == (columns is not None)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_single_group_of_columns(fmt: str, rng: np.random.Generator) -> None:
     """Columns that fill one block (or one byte), or not even that, are an axis of size 1 in storage."""
@@ -82,9 +97,11 @@ def test_a_single_group_of_columns(fmt: str, rng: np.random.Generator) -> None:
         assert relative_error(y, case.expected(x, form)) < 3e-6
 
 
-def test_shard_map(rng: np.random.Generator) -> None:
-    case = make_case(rng, "nf4", ROWS, COLS, block=32)
-    x = random_x(rng, "dot")
+@pytest.mark.parametrize("m", [1, M])
+@pytest.mark.parametrize("fmt", ["nf4", "ternary"])
+def test_shard_map(fmt: str, m: int, rng: np.random.Generator) -> None:
+    case = make_case(rng, fmt, ROWS, COLS, block=32)
+    x = random_x(rng, "dot")[:m]
     mesh = mesh_of()
 
     def product(x, c, s):
@@ -98,10 +115,11 @@ def test_shard_map(rng: np.random.Generator) -> None:
 
     def columns(x, c, s):
         local = COLS // 4
-        y = case.__class__("nf4", local, c, s, case.dense).product(x, preference="xla")
+        y = case.__class__(fmt, local, c, s, case.dense).product(x, preference="xla")
         return jax.lax.psum(y, "a")
 
-    split = jax.shard_map(columns, mesh=mesh, in_specs=(P(None, "a"), P(None, "a"), P(None, "a")), out_specs=P())
+    along, scale = P(None, "a"), P(None, "a" if fmt == "nf4" else None)
+    split = jax.shard_map(columns, mesh=mesh, in_specs=(along, along, scale), out_specs=P())
     assert relative_error(jax.jit(split)(x, case.codes, case.scale), case.expected(x)) < 3e-6
 
 

@@ -86,12 +86,45 @@ def test_several_panels(fmt: str, form: str, rng: np.random.Generator, monkeypat
         assert relative_error(case.product(x, form, preference="xla"), case.expected(x, form)) < 3e-6, (rows, cols)
 
 
-@pytest.mark.parametrize("block", [2, 6, 16, 64, 4096])
+@pytest.mark.parametrize("block", [2, 6, 16, 48, 64, 74, 4096])
 @pytest.mark.parametrize("form", FORMS)
 def test_block_sizes(form: str, block: int, rng: np.random.Generator) -> None:
     case = make_case(rng, "nf4", 65, 130, block=block)
-    x = random_x(rng, case, form, 3)
-    assert relative_error(case.product(x, form, block=block, preference="xla"), case.expected(x, form)) < 3e-6
+    for m in (1, 3):
+        x = random_x(rng, case, form, m)
+        assert relative_error(case.product(x, form, block=block, preference="xla"), case.expected(x, form)) < 3e-6, m
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_long_row(fmt: str, form: str, rng: np.random.Generator) -> None:
+    """One row of x has loops of its own: long enough here for several of each, and for what is left over."""
+    case = make_case(rng, fmt, 261 if form == "axpy" else 33, 4500)
+    x = random_x(rng, case, form, 1)
+    assert relative_error(case.product(x, form, preference="xla"), case.expected(x, form)) < 3e-6
+    with jax.enable_x64(True):
+        wide = rng.standard_normal(x.shape)
+        assert relative_error(case.product(wide, form, preference="xla"), case.expected(wide, form)) < 1e-12
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_row_keeps_nan_and_infinity(fmt: str, rng: np.random.Generator) -> None:
+    """Where the dense product has no finite value this one has none, and no other value is touched."""
+    case = make_case(rng, fmt, 40, 600)
+    scale = case.scale.copy()
+    scale[3, 0], scale[4, 0] = np.nan, np.inf
+    for special in (0.0, np.nan, np.inf, -np.inf):
+        x = random_x(rng, case, "dot", 1)
+        x[0, 17] = special
+        y, expected = (np.asarray(case.product(x, scale=scale, preference=p)) for p in IMPLEMENTATIONS)
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(np.isfinite(y), finite)
+        assert np.isnan(y[0, 3])
+        if np.isnan(special):
+            assert np.isnan(y).all()
+        if special == 0:
+            assert finite.sum() == case.codes.shape[0] - 2
+            assert relative_error(y[finite], expected[finite]) < 3e-6
 
 
 @pytest.mark.parametrize("preference", IMPLEMENTATIONS)

@@ -57,12 +57,14 @@ def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> ja
 
     if 0 in (problem.m, problem.rows, spec.cols):
         return jnp.zeros((problem.m, problem.rows if spec.form == "dot" else spec.cols), x.dtype)
-    if problem.m == 1 and spec.form == "dot" and spec.fmt == "int8" and scale is None:
-        return int8.one_row(x, codes, spec.precision)
+    one_dot = problem.m == 1 and spec.form == "dot"
+    if one_dot and scale is None:
+        return one_row.dot_form(x, codes, planes, parts=parts, precision=spec.precision)
+    if one_dot and problem.platform == "cpu" and nf4.fits_one_row(spec.block):
+        return nf4.one_row(x, codes, scale)
     if problem.m == 1 and spec.form == "axpy" and one_row.fits_axpy(problem.rows):
         return one_row.axpy_form(x, codes, scale, planes, parts=parts, cols=spec.cols)
     sizes = {"parts": parts, "panel": panel_rows(problem), "precision": spec.precision}
     if spec.form == "dot":
-        multiply = one_row.dot_panel if problem.m == 1 else panel.dot_panel
-        return panel.dot_form(x, codes, scale, planes, multiply, **sizes)
+        return panel.dot_form(x, codes, scale, planes, **sizes)
     return panel.axpy_form(x, codes, scale, planes, cols=spec.cols, **sizes)

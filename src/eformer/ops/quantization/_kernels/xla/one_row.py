@@ -16,19 +16,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..avals import zeros_like_in
-from .panel import Planes, flat, for_panels, positions, take_rows, weave_columns
+from .panel import Planes, dot_panel, flat, for_panels, positions, split_columns, take_rows, weave_columns
 
+# Positions summed side by side in the dot form, and the products one loop adds up for each: with fewer the result of a
+# loop is stored more often, and longer loop bodies no longer vectorize.
+_LANES, _TERMS = 64, 64
 # Rows per step of the axpy form, and how many of them are added up while decoding.
 _PANEL, _FOLD = 256, 8
 
 
-def dot_panel(decoded: list[jax.Array], xs: jax.Array, precision: Any) -> jax.Array:
-    """One panel of the dot form, planes (P, ...) and xs (planes, 1, positions) -> (P, 1)."""
-    del precision  # products are taken element by element, in full precision
-    parts = xs.reshape(len(decoded), *decoded[0].shape[1:])
-    terms = [w * part for w, part in zip(decoded, parts, strict=True)]
-    total = lax.optimization_barrier(flat(functools.reduce(operator.add, terms)))
-    return times_ones(total, 1)
+def dot_form(x: jax.Array, codes: jax.Array, planes: Planes, *, parts: int, precision: Any) -> jax.Array:
+    """x @ D.T for x (1, C) and codes (R, P), without storing decoded values.
+
+        y[r] = sum_l ( sum_{u, i}  xs[i, u, l] * plane_i(codes[r, u, l]) )       position = u * lanes + l
+
+    The inner sum is written out, so XLA makes one loop over (r, l) that reads bytes and keeps partial sums in vector
+    registers. A decoded panel would write and read four bytes per value to use each of them once.
+    """
+    rows, count = codes.shape
+    xs = lax.optimization_barrier(split_columns(x, parts, count)[:, 0])
+    whole, step = count - count % _LANES, _LANES * (_TERMS // parts)
+    y = jnp.zeros((rows, 1), x.dtype)
+    for begin in range(0, whole, step):
+        windows = [slice(u, u + _LANES) for u in range(begin, min(begin + step, whole), _LANES)]
+        terms = [value * part[w] for w in windows for value, part in zip(planes(codes[:, w], None), xs, strict=True)]
+        # The barrier keeps XLA from merging the loops into one again.
+        y = y + times_ones(lax.optimization_barrier(functools.reduce(operator.add, terms)), 1)
+    if whole < count:
+        y = y + dot_panel(planes(codes[:, whole:], None), xs[:, None, whole:], precision)
+    return y.T
 
 
 def times_ones(array: jax.Array, axis: int) -> jax.Array:

@@ -65,18 +65,17 @@ def dot_form(
     codes: jax.Array,
     scale: Any,
     planes: Planes,
-    multiply: Callable[[list[jax.Array], jax.Array, Any], jax.Array],
     *,
     parts: int,
     panel: int,
     precision: Any,
 ) -> jax.Array:
-    """x @ D.T, (M, C) -> (M, R); `multiply` takes the planes of a panel and x split alike to a (panel, M) product."""
+    """x @ D.T, (M, C) -> (M, R)."""
     rows = codes.shape[0]
     xs = split_columns(x, parts, positions(codes))
 
     def product(panel_codes: jax.Array, panel_scale: Any) -> jax.Array:
-        return multiply(planes(panel_codes, panel_scale), xs, precision)
+        return dot_panel(planes(panel_codes, panel_scale), xs, precision)
 
     if rows <= panel:
         return product(codes, scale).T
