@@ -57,10 +57,10 @@ def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> ja
 
     if 0 in (problem.m, problem.rows, spec.cols):
         return jnp.zeros((problem.m, problem.rows if spec.form == "dot" else spec.cols), x.dtype)
-    one_dot = problem.m == 1 and spec.form == "dot"
+    one_dot = problem.m == 1 and spec.form == "dot" and problem.platform == "cpu"
     if one_dot and scale is None:
         return one_row.dot_form(x, codes, planes, parts=parts, precision=spec.precision)
-    if one_dot and problem.platform == "cpu" and nf4.fits_one_row(spec.block):
+    if one_dot and nf4.fits_one_row(spec.block):
         return nf4.one_row(x, codes, scale)
     if problem.m == 1 and spec.form == "axpy" and one_row.fits_axpy(problem.rows):
         return one_row.axpy_form(x, codes, scale, planes, parts=parts, cols=spec.cols)
