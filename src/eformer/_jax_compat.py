@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -225,6 +227,23 @@ def with_sharding_type(aval: Any, sharding: Any) -> Any:
     return aval.update(sharding=sharding)
 
 
+def is_staging() -> bool:
+    """Is a program being traced, as by jit? Transformations of values that are computed at once do not count."""
+    return isinstance(jax.numpy.zeros(()), Tracer)
+
+
+def active_mesh() -> Any:
+    """The mesh a bare PartitionSpec refers to here: that of `jax.set_mesh`, else that of `with mesh:`; else None.
+
+    In a program being traced it is the abstract one, since JAX uses a trace again on meshes with other devices.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    manual = any(t == jax.sharding.AxisType.Manual for t in abstract.axis_types)
+    current = abstract if manual or is_staging() else _mesh.get_concrete_mesh()
+    found = (current, _mesh.thread_resources.env.physical_mesh)
+    return next((mesh for mesh in found if not mesh.empty), None)
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +302,7 @@ def calling_location() -> tuple[str, int]:
 
 _OPERATOR_MODULE = "jax._src.numpy.array_methods"
 _CONSTRUCTOR_MODULE = "jax._src.numpy.array_constructors"
+_CALLED_FOR_OTHERS = ("jax.", "flax.", "haiku.", "equinox.", "optax.")
 
 
 def read_by_array_operator(depth: int = 2) -> bool:
@@ -295,8 +315,17 @@ def read_by_array_operator(depth: int = 2) -> bool:
 
 
 def read_by_array_constructor(depth: int = 2) -> bool:
-    """Is an attribute being read by jnp.asarray or jnp.array, that is, was a dense array asked for by name?"""
-    return sys._getframe(depth).f_globals.get("__name__") == _CONSTRUCTOR_MODULE
+    """Is an attribute being read by jnp.asarray or jnp.array, that is, was a dense array asked for by name?
+
+    Not where JAX or a framework calls these on arrays it is given: nobody asked for that.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    asked = False
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith(_CALLED_FOR_OTHERS):
+        if name != _CONSTRUCTOR_MODULE:
+            return False
+        asked, frame = True, frame.f_back
+    return asked
 
 
 def read_as_opaque_state(depth: int = 2) -> bool:

@@ -111,6 +111,17 @@ def test_requests_by_name_are_never_refused():
         assert implicit(lambda q: q.materialize())(q).shape == (2, 3)
 
 
+def test_conversions_by_libraries_were_not_asked_for():
+    """JAX and the frameworks call jnp.asarray on what they are given; that is no request of the user's."""
+    q = fresh()
+    namespace = {"jnp": jnp, "__name__": "flax.nnx.nn.dtypes"}
+    exec("def promote(x): return jnp.asarray(x)", namespace)
+    for convert in (namespace["promote"], jnp.atleast_1d):
+        with materialization_policy("error"), pytest.raises(MaterializationError):
+            convert(q)
+        assert_same(convert(q), q.materialize())
+
+
 def test_error_applies_to_functions_outside_implicit():
     q = fresh()
     with materialization_policy("error"):

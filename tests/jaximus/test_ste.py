@@ -36,6 +36,15 @@ def test_forward_is_the_function_and_backward_the_identity(x):
     assert_same(t, ct, rtol=0, atol=0)
 
 
+def test_the_first_argument_by_its_name(x):
+    ct = jnp.arange(32.0).reshape(8, 4)
+    for f in (lambda x: quantized(x=x), lambda x: quantized(block=4, x=x)):
+        assert_same(jax.vjp(f, x)[1](ct)[0], ct, rtol=0, atol=0)
+    assert_same(quantized(block=4, x=x), quantized(x, 4), rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"ste\(quantized\) .* 'x', which is missing"):
+        quantized(block=4)
+
+
 def test_name_and_documentation_are_kept():
     assert (quantized.__name__, quantized.__doc__) == ("quantized", "Round trip.")
     assert list(inspect.signature(quantized).parameters) == ["x", "block"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,8 @@ def ste(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def straight_through(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def straight_through(*args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = _first_argument(func, args, kwargs)
         x = jtu.tree_map(lambda leaf: _dense(leaf) if is_implicit(leaf) else leaf, x, is_leaf=is_implicit)
         leaves, treedef = jtu.tree_flatten((args, kwargs))
         dynamic = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
@@ -51,6 +53,17 @@ def ste(func: Callable[..., Any]) -> Callable[..., Any]:
         return forward(x, arrays)
 
     return straight_through
+
+
+def _first_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
+    """The first argument, also when it is given by its name, and the others."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next(iter(inspect.signature(func).parameters), None)
+    if name not in kwargs:
+        called = getattr(func, "__name__", repr(func))
+        raise TypeError(f"ste({called}) differentiates with respect to its first argument, {name!r}, which is missing.")
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
 def _dense(x: Any) -> Any:

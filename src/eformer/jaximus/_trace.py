@@ -231,10 +231,12 @@ def _ask(primitive: Any, name: str, types: Any, values: list[Any], params: dict[
     skip = 0
     while (handler := registry.lookup(name, types, skip)) is not None:
         operands = [_as_operand(v) for v in values]
+        # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
+        expected = compat.result_avals(primitive, operands, params) if check else None
         with _fallback.handling(primitive):
             out = handler(primitive, operands, params)
         if out is not NotImplemented:
-            return _checked(handler, primitive, out, operands, params) if check else out
+            return _checked(handler, primitive, out, operands, expected) if check else out
         skip += 1
     return NotImplemented
 
@@ -249,9 +251,8 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, ImplicitArray) or hasattr(value, "aval")
 
 
-def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], params: dict[str, Any]) -> Any:
+def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expected: list[Any] | None) -> Any:
     """The result of a handler, if it can be the result of this primitive."""
-    expected = compat.result_avals(primitive, operands, params)
     if expected is not None and not primitive.multiple_results and _is_array(out):
         aval = expected[0]
         if out.dtype == aval.dtype and out.shape == aval.shape:  # the usual case: one result, and it is right

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import _sharding
 from ._base import Part, QuantizedArray
 
 
@@ -93,6 +94,10 @@ def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
 
 
 def reshape(q: Any, new: Sequence[int]) -> Any:
+    if math.prod(new) != q.size:
+        raise ValueError(
+            f"{q.size} values of shape {q.shape} cannot be reshaped to {tuple(new)}: that is {math.prod(new)}."
+        )
     groups = _reshape_groups(q.shape, new)
     if groups is None:
         return NotImplemented
@@ -117,7 +122,7 @@ def reshape(q: Any, new: Sequence[int]) -> Any:
                 return NotImplemented
         return array.reshape(*sizes, *array.shape[len(axes) :])
 
-    return _rebuilt(q, change, where, len(new), sharding=None)
+    return _rebuilt(q, change, where, len(new), sharding=_sharding.after_reshape(q, new, groups))
 
 
 def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
@@ -188,12 +193,14 @@ def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if blocked is not None and sizes[blocked] != q.shape[blocked]:
         alone = sizes[blocked] == 1 and all(sizes[axis] == q.shape[axis] for axis in axes)
         return _one_entry(q, starts[blocked], blocked) if alone else NotImplemented
+    # As the operation does it: the function of that name counts a negative start from the end, once more.
+    clamped = [jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, sizes, strict=True)]
 
     def change(part: Part, array: jax.Array) -> jax.Array:
         shared = [array.shape[i] == 1 and q.shape[axis] != 1 for i, axis in enumerate(axes)]
         tail = array.shape[len(axes) :]
         zero = jnp.zeros((), jnp.result_type(starts[0]))
-        at = [zero if s else starts[axis] for s, axis in zip(shared, axes, strict=True)] + [zero] * len(tail)
+        at = [zero if s else clamped[axis] for s, axis in zip(shared, axes, strict=True)] + [zero] * len(tail)
         count = [1 if s else sizes[axis] for s, axis in zip(shared, axes, strict=True)]
         return lax.dynamic_slice(array, at, (*count, *tail))
 
