@@ -86,6 +86,81 @@ def test_moved_arrays_keep_their_sharding(kind: str, mesh) -> None:
     check(q.T, dense(q).T)
 
 
+ACTIVATIONS = {"set_mesh": jax.set_mesh, "with": lambda mesh: mesh}
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+@pytest.mark.parametrize("activate", ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bare_spec_takes_the_active_mesh(kind: str, activate: str, mesh) -> None:
+    q = made(kind, weights(kind))
+    want = np.asarray(dense(q))
+    wanted = NamedSharding(mesh, P(None, "a"))
+    with ACTIVATIONS[activate](mesh):
+        split = {
+            "eager": q.with_sharding(P(None, "a")),
+            "jit": jax.jit(lambda q: q.with_sharding(P(None, "a")))(q),
+            "constant": jax.jit(lambda: q.with_sharding(P(None, "a")))(),
+        }
+        inside = jax.jit(lambda q: q.with_sharding(P(None, "a")).materialize())(q)
+    assert inside.sharding.is_equivalent_to(wanted, 2)
+    for made_by, one in split.items():  # used where no mesh is active any more
+        assert isinstance(one.sharding, NamedSharding), made_by
+        assert one.is_sharded, made_by
+        assert one.T.sharding.spec == P("a", None), made_by
+        assert local_share(one) <= 0.3, made_by
+        again = one.with_sharding(one.sharding)
+        assert again.sharding == wanted, made_by
+        for held in (one.materialize(), again.materialize(), jax.jit(lambda q: q.materialize())(one)):
+            assert held.sharding.is_equivalent_to(wanted, 2), made_by
+            np.testing.assert_array_equal(held, want)
+
+
+def test_a_trace_serves_meshes_with_other_devices(mesh) -> None:
+    turned = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
+    q = made("nf4", weights("turned"))
+    split = jax.jit(lambda q: q.with_sharding(P(None, "a")))
+    for one in (mesh, turned):
+        with jax.set_mesh(one):
+            assert split(q).materialize().sharding == NamedSharding(one, P(None, "a"))
+    lost = q.replaced(sharding=None)
+    with pytest.raises(ShardingError, match=r"mesh without devices.*set_mesh"):
+        lost.with_sharding(NamedSharding(mesh.abstract_mesh, P(None, "a")))
+
+
+RESHAPES = [
+    ((256, 64, 1), P("a", "b", None)),
+    ((1, 256, 64), P(None, "a", "b")),
+    ((1, 256, 1, 64), P(None, "a", None, "b")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reshape_keeps_the_sharding(kind: str, mesh) -> None:
+    """Axes that go on alone keep their split, and so does the first of those that are merged or divided."""
+    q = made(kind, weights(kind)).with_sharding(NamedSharding(mesh, P("a", "b")))
+    for shape, spec in RESHAPES:
+        moved = q.reshape(*shape)
+        assert moved.sharding == NamedSharding(mesh, spec), shape
+        assert local_share(moved) == local_share(q)
+        held = moved.materialize()
+        assert held.sharding.is_equivalent_to(moved.sharding, len(shape))
+        np.testing.assert_array_equal(held, np.asarray(dense(q)).reshape(shape))
+    layers = made(kind, normal(seeded(kind, "layers"), 8, 4, 64, 6))
+    for spec, shape, want in [
+        (P("a", None, "b"), (32, 64, 6), P("a", "b", None)),
+        (P(None, "a", "b"), (32, 64, 6), P(None, "b", None)),
+        (P(None, "a"), (32, 64, 6), None),
+        (P("a"), (4, 2, 4, 64, 6), P("a", None, None, None, None)),
+        (P("a"), (2, 4, 4, 64, 6), None),
+        (P(), (32, 64, 6), P(None, None, None)),
+    ]:
+        split = layers.with_sharding(NamedSharding(mesh, spec))
+        moved = split.reshape(*shape)
+        assert moved.sharding == (None if want is None else NamedSharding(mesh, want)), (spec, shape)
+        np.testing.assert_array_equal(moved.materialize(), np.asarray(dense(layers)).reshape(shape))
+
+
 PLACEMENTS = {"columns": (P(None, "a"), P()), "rows": (P("a"), P(None, "a")), "both": (P("a", "b"), P(None, "a"))}
 
 
@@ -167,6 +242,13 @@ def test_shardings_that_do_not_fit(kind: str, mesh) -> None:
         q.with_sharding(P("a"))
     with pytest.raises(TypeError, match="NamedSharding"):
         q.with_sharding("a")
+    for wrong in (mesh, (mesh,), (mesh, "a", "b"), ("a", mesh)):
+        with pytest.raises(TypeError, match=r"pair \(mesh, axis\), got .*Pass for example \(mesh, PartitionSpec"):
+            q.with_mesh_and_axis(wrong)
+    for wrong in (5, (None, 5), ["a", ["b"]]):
+        with pytest.raises(TypeError, match=r"allowed are None.*mesh has \('a', 'b'\); pass for example") as err:
+            q.with_mesh_and_axis((mesh, wrong))
+        assert str(err.value).startswith(repr(wrong))
 
 
 def test_ragged_split_says_so_in_child_specs() -> None:
@@ -204,5 +286,7 @@ def test_explicit_mesh(kind: str) -> None:
     with jax.set_mesh(mesh):
         q = made(kind, jax.device_put(w, NamedSharding(mesh, P(None, "a"))))
         y = jax.jit(implicit(jnp.matmul))(jax.device_put(x, NamedSharding(mesh, P("b"))), q)
+        bare = jax.jit(lambda q: q.with_sharding(P("a")))(made(kind, w))
     assert y.sharding.spec == P("b", "a")
+    assert bare.materialize().sharding == NamedSharding(mesh, P("a", None))  # where no mesh is active
     check(np.asarray(y), np.asarray(want))
