@@ -197,14 +197,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
     def with_mesh_and_axis(self: Q, mesh_and_axis: tuple[Any, Any]) -> Q:
         """`with_sharding` from a mesh and an axis specification: None, a PartitionSpec, a tuple or list, or a name."""
-        mesh, axis = mesh_and_axis
-        if axis is None:
-            spec = PartitionSpec()
-        elif isinstance(axis, PartitionSpec):
-            spec = axis
-        else:
-            spec = PartitionSpec(*([axis] if isinstance(axis, str) else axis))
-        return self.with_sharding(NamedSharding(mesh, spec))
+        return self.with_sharding(_sharding.from_mesh_and_axis(mesh_and_axis))
 
     def _constrained(self, dense: jax.Array) -> jax.Array:
         """The dense array with the sharding this one carries."""
