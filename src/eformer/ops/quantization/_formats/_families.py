@@ -195,8 +195,9 @@ def documented_handlers(tag: str, module: str) -> dict[str, Handler]:
     """All documented handlers of a format, by their names."""
     made = {}
     for template, function in _TABLE.items():
-        name = template.format(tag)
+        name, operation = template.format(tag), template.split("_{}")[0]
         made[name] = _named(function, name, module)
+        made[name].__doc__ = f"Handler of {operation} for operands of this format, called as handler(primitive, ...)."
     return made
 
 
@@ -207,5 +208,4 @@ def _named(function: Handler, name: str, module: str) -> Handler:
     handler.__name__ = handler.__qualname__ = name
     handler.__module__ = module
     handler.__wrapped__ = function  # pyright: ignore[reportFunctionMemberAccess] - keeps the documented signature
-    handler.__doc__ = f"Handler of {name.split('_')[0]} for operands of this format, called as handler(primitive, ...)."
     return handler
