@@ -109,6 +109,12 @@ Materialize it first, or declare on the class how many trailing axes belong toge
 
     core_ndim: ClassVar[int] = 2  # axes in front of the last two are batch axes of every child"""
 
+BELOW_DECLARED_CORE = """\
+{name} was sliced below its core rank: its children have ranks {now}, too few for the {core} trailing axes that belong
+together (core_ndim={core}).
+This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or
+materialize it first."""
+
 UNEVEN_BATCH = """\
 the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its
 shape is ambiguous. Map over all children together, or declare `core_ndim` on the class."""

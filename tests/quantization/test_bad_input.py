@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer.jaximus import SlicedBelowCoreError
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizationConfig, quantize, straight_through
 
 from .contract import normal, seeded
@@ -41,8 +44,6 @@ def test_block_sizes(bad: int) -> None:
     ):
         with pytest.raises(ValueError, match=f"block_size={bad}"):
             call()
-    with pytest.raises(TypeError):
-        ArrayNF4.quantize(W, 64.0)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("axis", [2, -3, 5])
@@ -110,9 +111,113 @@ def test_storage_that_does_not_fit(case: str) -> None:
         call()
 
 
+NF4, INT8, TERNARY = (quantize(W, dtype=kind) for kind in ("nf4", "int8", "ternary"))
+CODES = jnp.asarray(seeded("codes").integers(-1, 2, (64, 8)), jnp.int8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64])
+def test_logical_dtypes_that_cannot_be_decoded_to(dtype) -> None:
+    """Products decode in floating point, so an array of integers would not be what its `materialize` says."""
+    calls = [
+        lambda: ArrayNF4(NF4.packed, NF4.absmax, 64, dtype=dtype),
+        lambda: ArrayNF4(W, dtype=dtype),
+        lambda: ArrayNF4.quantize(W, dtype=dtype),
+        lambda: Array8B(INT8.scale, INT8.weight, dtype=dtype),
+        lambda: Array1B(TERNARY.weight, scale=TERNARY.scale, dtype=dtype),
+        lambda: Array1B(W, dtype=dtype),
+        *[lambda q=q: dataclasses.replace(q, dtype=dtype) for q in (NF4, INT8, TERNARY)],
+    ]
+    if dtype != jnp.int32:  # bare codes may be signed integers
+        calls += [lambda: Array1B.quantize(CODES, dtype), lambda: Array1B(CODES, dtype=dtype)]
+    for call in calls:
+        with pytest.raises(TypeError, match=rf"dtype={jnp.dtype(dtype).name} is not allowed: .* floating values"):
+            call()
+
+
+def test_dtypes_that_stay() -> None:
+    """Signed codes, unsigned ones given a signed dtype, and conversions of the values, which are dense as ever."""
+    x = normal(seeded("stay"), 3, 64)
+    for dtype in (jnp.int8, jnp.int32, jnp.bfloat16):
+        for q in (Array1B.quantize(CODES, dtype), dataclasses.replace(Array1B.quantize(CODES), dtype=dtype)):
+            assert q.dtype == dtype
+            np.testing.assert_allclose(x @ q, x @ CODES.astype(jnp.float32), rtol=1e-5, atol=1e-5)
+    unsigned = jnp.abs(CODES).astype(jnp.uint8)
+    with pytest.raises(TypeError, match=r"uint8 is not allowed.*dtype=jnp\.int8"):
+        Array1B.quantize(unsigned)
+    np.testing.assert_array_equal(Array1B.quantize(unsigned, jnp.int8).materialize(), unsigned)
+    for q in (NF4, INT8, TERNARY, Array1B.quantize(CODES)):
+        for dtype in (jnp.int32, jnp.uint8, jnp.bool_):
+            np.testing.assert_array_equal(q.astype(dtype), q.materialize().astype(dtype))
+
+
+def test_int8_arrays_are_rebuilt_from_what_they_say() -> None:
+    """Also where the scale is shared along no axis: one column, or a scale for every value."""
+    column = Array8B.quantize(W[:, :1])
+    each = Array8B(jnp.abs(W), INT8.weight)
+    for q in (column, each, INT8, INT8[:, 3:4], jax.jit(lambda q: q[:, 3:4])(INT8), Array8B.quantize(W, axis=(0, 1))):
+        rebuilt = Array8B(q.scale, q.weight, q.axis)
+        assert jax.tree.structure(rebuilt) == jax.tree.structure(q)
+        np.testing.assert_array_equal(rebuilt.materialize(), q.materialize())
+        assert dataclasses.replace(q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert column.axis == each.axis == ()
+
+
+ABSTRACT = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+NOT_EVEN_CLOSE = {
+    "block_size=64.0": lambda: ArrayNF4.quantize(W, 64.0),
+    "block_size='64'": lambda: QuantizationConfig(block_size="64"),
+    "block_size=None": lambda: ArrayNF4(W, None, None),
+    "block_size=32.0": lambda: ArrayNF4(NF4.packed, NF4.absmax, 32.0),
+    "axis=1.0": lambda: quantize(W, axis=1.0),
+    "axis='a'": lambda: Array8B.quantize(W, axis="a"),
+    "axis=True": lambda: Array1B.from_float(W, axis=True),
+    "axis=False": lambda: Array8B.quantize(W, axis=(False,)),
+    "axis=2.0": lambda: Array8B(INT8.scale, INT8.weight, 2.0),
+    "pad=1.5": lambda: ArrayNF4(NF4.packed, NF4.absmax, 64, pad=1.5),
+    "shape=5": lambda: ArrayNF4(NF4.packed, NF4.absmax, 64, shape=5),
+    "shape='ab'": lambda: Array8B(INT8.scale, INT8.weight, shape="ab"),
+    r"packed=\[\[1.0, 2.0": lambda: ArrayNF4([[1.0, 2.0]]),
+    "packed=None": lambda: ArrayNF4(None),
+    r"absmax=\[1.0": lambda: ArrayNF4(NF4.packed, [1.0]),
+    "scale=2.0": lambda: Array8B(2.0, INT8.weight),
+    "weight=.1, 0": lambda: Array1B((1, 0)),
+    r"float32\[4, 4\] alone": lambda: ArrayNF4(ABSTRACT),
+    "ShapeDtypeStruct.*eval_shape": lambda: quantize(ABSTRACT),
+    "got None": lambda: quantize(None, dtype="int8"),
+    "got 'abc'": lambda: quantize("abc", dtype="binary"),
+    "sharding='garbage'": lambda: ArrayNF4(NF4.packed, NF4.absmax, 64, sharding="garbage"),
+    "sharding=3": lambda: Array8B(INT8.scale, INT8.weight, sharding=3),
+    "sharding='x'": lambda: Array1B(TERNARY.weight, sharding="x"),
+}
+
+
+@pytest.mark.parametrize("message", NOT_EVEN_CLOSE)
+def test_wrong_types_are_named(message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        NOT_EVEN_CLOSE[message]()
+
+
+def test_arrays_that_hold_no_device_memory() -> None:
+    for kind in KINDS:
+        q = quantize(W, dtype=kind)
+        abstract = jax.eval_shape(lambda w, kind=kind: quantize(w, dtype=kind), W)
+        assert (abstract.nbytes, repr(abstract)) == (q.nbytes, repr(q))
+        on_host = jax.tree.map(np.asarray, q)
+        assert (on_host.devices(), q.devices()) == (set(), W.devices())
+        on_host.delete()
+        np.testing.assert_array_equal(on_host.materialize(), q.materialize())
+
+
+def test_slicing_below_the_core_says_so() -> None:
+    with pytest.raises(SlicedBelowCoreError, match=r"ranks \(2, 1\), too few for the 2 trailing axes"):
+        _ = jax.tree.map(lambda a: a[0], NF4).shape
+
+
 def test_unknown_format() -> None:
     for call in (
         lambda: quantize(W, dtype="int4"),
+        lambda: quantize(W, dtype=""),
+        lambda: straight_through(W, dtype=""),
         lambda: straight_through(W, dtype="fp8"),
         lambda: QuantizationConfig("q4"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +58,9 @@ def test_config_through_json(kind: QuantizationType) -> None:
     text = config.to_json()
     assert QuantizationConfig.from_json(text) == config
     assert json.loads(text)["dtype"] == kind.value
-    with pytest.raises(TypeError, match="speed"):
-        QuantizationConfig.from_json('{"speed": 3}')
+    for text in ('{"speed": 3}', "[1]", "null", '"nf4"'):
+        with pytest.raises(TypeError, match=r"JSON object .*block_size.*" + re.escape(text)):
+            QuantizationConfig.from_json(text)
 
 
 def test_every_field_does_something() -> None:
@@ -111,6 +113,35 @@ def test_options() -> None:
     assert small.nbytes < large.nbytes
     simulated = quantize(W, block_size=2, simulate=True, double_quant=True)
     np.testing.assert_array_equal(simulated, small.materialize())
+
+
+def test_what_is_no_configuration() -> None:
+    for call in (quantize, straight_through):
+        for config in ("nf4", {}, {"dtype": "nf4"}, QuantizationType.INT8, 64):
+            with pytest.raises(TypeError, match=r"config=.* must be a QuantizationConfig or None.*dtype="):
+                call(W, config)
+
+
+def test_options_a_format_would_ignore() -> None:
+    for call in (quantize, straight_through, lambda w, **o: quantize(w, simulate=True, **o)):
+        for kind in KINDS:
+            wrong = {"double_quant": True} if kind is not QuantizationType.NF4 else {"scaled": False}
+            with pytest.raises(ValueError, match=f"no meaning for '{kind}'"):
+                call(W, dtype=kind, **wrong)
+            for option in ({"scaled": "x"}, {"scaled": None}, {"double_quant": 1}):
+                with pytest.raises(TypeError, match=f"{next(iter(option))} must be True or False"):
+                    call(W, dtype=kind, **option)
+        with pytest.raises(ValueError, match="no meaning for 'int8'"):
+            call(W, dtype="int8", scaled=False)
+
+
+def test_star_imports_bring_public_names_only() -> None:
+    for door in ("", "._config", ".kernels", ".implicit_array_nf4", ".implicit_array_8bit", ".implicit_array_1bit"):
+        names: dict[str, object] = {}
+        exec(f"from eformer.ops.quantization{door} import *", names)
+        found = set(names) - {"__builtins__"}
+        assert found
+        assert all(getattr(names[name], "__module__", "").startswith("eformer") for name in found), door
 
 
 def test_ternary_uses_the_documented_threshold() -> None:

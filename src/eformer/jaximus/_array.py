@@ -6,6 +6,8 @@ import abc
 import dataclasses
 import functools
 import inspect
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -176,7 +178,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
             state.pop(cache, None)
         state.pop("_settled", None)
         if name == "shape":
-            state["_shape"] = None if value is None else tuple(int(n) for n in value)
+            state["_shape"] = None if value is None else _as_shape(value)
         elif name == "dtype":
             state["_dtype"] = None if value is None else _canonical_dtype(value)
         else:
@@ -260,8 +262,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held by the children."""
-        return sum(int(leaf.nbytes) for leaf in jtu.tree_leaves(self) if hasattr(leaf, "nbytes"))
+        """Bytes really held by the children, or that they would hold if they are abstract."""
+        return sum(map(_bytes_of, jtu.tree_leaves(self)))
 
     def astype(self, new_dtype: Any) -> Any:
         """A new array of another dtype; this one does not change."""
@@ -273,7 +275,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     def devices(self) -> set[Any]:
         """Every device that holds a part."""
-        return set().union(*(leaf.devices() for leaf in jtu.tree_leaves(self)))
+        return set().union(*(leaf.devices() for leaf in jtu.tree_leaves(self) if isinstance(leaf, jax.Array)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # materializing always makes a new array
@@ -301,6 +303,19 @@ def _make_keyword_only(cls: type, name: str) -> None:
         setattr(cls, name, dataclasses.field(default=default, kw_only=True))
     elif default.kw_only is dataclasses.MISSING:
         default.kw_only = True
+
+
+def _bytes_of(leaf: Any) -> int:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+    return int(getattr(leaf, "nbytes", 0))
+
+
+def _as_shape(value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, value))
+    except TypeError as err:
+        raise TypeError(f"shape={value!r} is no shape; give a sequence of integers, such as (64, 32).") from err
 
 
 def _canonical_dtype(dtype: Any) -> Any:

@@ -249,8 +249,11 @@ def expand_ranks(q: Any, was_leaf: Callable[[Any], bool]) -> None:
 
 def _rank_message(template: str, q: Any, leaves: Sequence[Any]) -> str:
     now = tuple(len(leaf_key(leaf)[0]) for leaf in leaves)  # pyright: ignore[reportOptionalSubscript]
+    built = q.__dict__.get("_ranks")
+    if built is None:  # the class declares its core, so instances need not remember what they were built with
+        return errors.BELOW_DECLARED_CORE.format(name=type(q).__name__, now=now, core=q.core_ndim)
     core = "" if q.core_ndim is None else f" (core_ndim={q.core_ndim})"
-    return template.format(name=type(q).__name__, now=now, built=q.__dict__.get("_ranks"), core=core)
+    return template.format(name=type(q).__name__, now=now, built=built, core=core)
 
 
 def _infer(q: Any, leaves: Sequence[Any], treedef: Any, key: Any) -> tuple[tuple[int, ...], Any]:

@@ -15,6 +15,8 @@ from ._formats.nf4.array import MAX_BLOCK, ArrayNF4
 from ._formats.onebit.array import Array1B
 from ._training import straight_through_1bit, straight_through_8bit, straight_through_nf4
 
+__all__ = ["QuantizationConfig", "QuantizationType", "quantization_type", "quantize", "straight_through"]
+
 
 class QuantizationType(enum.StrEnum):
     """The formats there are."""
@@ -65,7 +67,11 @@ class QuantizationConfig:
 
     @classmethod
     def from_json(cls, text: str) -> QuantizationConfig:
-        return cls(**json.loads(text))
+        """The configuration `to_json` wrote."""
+        fields, allowed = json.loads(text), [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(fields, dict) or not set(fields) <= set(allowed):
+            raise TypeError(f"a configuration is a JSON object with some of the fields {allowed}, got {text}.")
+        return cls(**fields)
 
 
 def quantize(
@@ -91,7 +97,8 @@ def quantize(
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
     """
-    config = config or QuantizationConfig(dtype or QuantizationType.NF4, block_size, simulate)
+    config = _chosen(config, dtype, block_size, simulate)
+    _check_options(config, scaled, double_quant)
     if config.simulate:
         return straight_through(array, config, axis=axis, scaled=scaled, double_quant=double_quant)
     if config.dtype is QuantizationType.NF4:
@@ -114,12 +121,38 @@ def straight_through(
     double_quant: bool = False,
 ) -> jax.Array:
     """`quantize(...).materialize()` whose gradient is that of `array` itself, for training with quantized weights."""
-    config = config or QuantizationConfig(dtype or QuantizationType.NF4, block_size)
+    config = _chosen(config, dtype, block_size, simulate=True)
+    _check_options(config, scaled, double_quant)
     if config.dtype is QuantizationType.NF4:
         return straight_through_nf4(array, config.block_size, axis=axis, double_quant=double_quant)
     if config.dtype is QuantizationType.INT8:
         return straight_through_8bit(array, axis=axis)
     return straight_through_1bit(array, config.dtype.value, axis=axis, scale=_scale_kind(scaled))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any) -> QuantizationConfig:
+    """The configuration given, or one made of the other arguments."""
+    if config is None:
+        return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate)
+    if not isinstance(config, QuantizationConfig):
+        raise TypeError(
+            f"config={config!r} is of type {type(config).__name__}, but must be a QuantizationConfig or None. "
+            'Name a format with dtype=, as in quantize(w, dtype="nf4"); make a configuration with '
+            "QuantizationConfig(**options)."
+        )
+    return config
+
+
+def _check_options(config: QuantizationConfig, scaled: Any, double_quant: Any) -> None:
+    """Refuse options that are no booleans, or that the format would ignore."""
+    for name, value in (("scaled", scaled), ("double_quant", double_quant)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+    kind = str(config.dtype)
+    if double_quant and kind != "nf4":
+        raise ValueError(f'double_quant=True has no meaning for {kind!r}: only "nf4" has an absmax to compress.')
+    if not scaled and kind not in ("ternary", "binary"):
+        raise ValueError(f'scaled=False has no meaning for {kind!r}: only "ternary" and "binary" have bare codes.')
 
 
 def _scale_kind(scaled: bool) -> Literal["channel"] | None:

@@ -15,5 +15,6 @@ from ._formats._families import documented_handlers
 from ._formats.onebit.array import Array1B as Array1B
 from ._training import straight_through_1bit as straight_through_1bit
 
-globals().update(documented_handlers("1bit", __name__))
-div_1bit_xy_fallback = globals()["div_1bit_xy"]
+_handlers = documented_handlers("1bit", __name__)
+_handlers["div_1bit_xy_fallback"] = _handlers["div_1bit_xy"]
+globals().update(_handlers, __all__=["Array1B", "straight_through_1bit", *_handlers])

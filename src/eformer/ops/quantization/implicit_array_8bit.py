@@ -15,4 +15,5 @@ from ._formats.int8.array import Array8B as Array8B
 from ._formats.int8.matmul import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
 from ._training import straight_through_8bit as straight_through_8bit
 
-globals().update(documented_handlers("8bit", __name__))
+_handlers = documented_handlers("8bit", __name__)
+globals().update(_handlers, __all__=["Array8B", "matmul_bf16_int8_weight_only", "straight_through_8bit", *_handlers])

@@ -29,4 +29,5 @@ def safe_delete(arr: jax.Array | ArrayNF4 | Any, materialized: bool) -> None:
     del arr, materialized
 
 
-globals().update(documented_handlers("nf4", __name__))
+_handlers = documented_handlers("nf4", __name__)
+globals().update(_handlers, __all__=["ArrayNF4", "safe_delete", "safe_materialize", "straight_through_nf4", *_handlers])

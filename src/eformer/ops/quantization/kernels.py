@@ -12,5 +12,6 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
-from ._kernels.backends import export_checks as export_checks
-from ._kernels.backends import load_kernels as load_kernels
+from ._kernels.backends import export_checks, load_kernels
+
+__all__ = ["export_checks", "load_kernels"]

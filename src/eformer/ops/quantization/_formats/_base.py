@@ -163,7 +163,8 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def delete(self) -> None:
         """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
         for leaf in jtu.tree_leaves(self):
-            leaf.delete()
+            if isinstance(leaf, jax.Array):  # NumPy arrays hold no device memory
+                leaf.delete()
 
     @property
     def bits_per_weight(self) -> float:

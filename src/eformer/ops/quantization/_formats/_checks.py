@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,27 @@ def check_float(w: jax.Array, format_name: str) -> None:
         )
 
 
+def as_index(value: Any, name: str) -> int:
+    """Return `value` as an int, or raise a TypeError that names it; True and False are no numbers here.
+
+    >>> as_index(3, "axis")
+    3
+    """
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name}={value!r} is of type {type(value).__name__}, but must be an integer.")
+
+
 def check_axis(axis: int, ndim: int) -> int:
     """Return `axis` as a negative int, or raise if it does not name one of `ndim` axes.
 
     >>> check_axis(-2, 3)
     -2
     """
-    axis = operator.index(axis)
+    axis = as_index(axis, "axis")
     if not -ndim <= axis <= -1:
         allowed = f"{-ndim} to -1" if ndim else "none, because the array has no axes"
         raise ValueError(f"{axis=} is not a blocked axis of an array of rank {ndim}. Allowed: {allowed}.")
@@ -40,13 +55,14 @@ def check_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     >>> check_axes((1, -3), 3)
     (-3, -2)
     """
-    given = tuple(axes) if isinstance(axes, Sequence) else (operator.index(axes),)
+    named = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else (axes,)
+    given = tuple(as_index(a, "axis") for a in named)
     if not given:
         raise ValueError("axes=() would give every value a scale of its own. Name at least one axis to share it along.")
-    wrong = [a for a in given if not -ndim <= operator.index(a) < ndim]
+    wrong = [a for a in given if not -ndim <= a < ndim]
     if wrong:
         raise ValueError(f"axes={given} holds {wrong}, out of range for rank {ndim}. Allowed: {-ndim} to {ndim - 1}.")
-    negative = sorted({operator.index(a) - ndim if a >= 0 else operator.index(a) for a in given})
+    negative = sorted({a - ndim if a >= 0 else a for a in given})
     if len(negative) != len(given):
         raise ValueError(f"axes={given} names an axis twice for rank {ndim}. Name each axis once.")
     return tuple(negative)
@@ -54,7 +70,7 @@ def check_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
 
 def check_block_size(block_size: int) -> int:
     """Return `block_size` as an int, or raise unless it is positive and even (two codes share a byte)."""
-    block_size = operator.index(block_size)
+    block_size = as_index(block_size, "block_size")
     if block_size <= 0 or block_size % 2:
         raise ValueError(
             f"{block_size=} is not allowed: NF4 packs two codes per byte. Use a positive even number (64)."

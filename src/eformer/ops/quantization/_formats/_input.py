@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -15,9 +14,11 @@ from eformer.jaximus._fallback import materialize_on_request
 
 from . import _checks
 
+_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set)
+
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, ImplicitArray))
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, ImplicitArray))
 
 
 def is_dense_float(x: Any) -> bool:
@@ -29,12 +30,25 @@ def is_storage(*arrays: Any) -> bool:
     return all(is_array(a) or isinstance(a, jax.ShapeDtypeStruct) for a in arrays)
 
 
+def as_array(values: Any, name: str) -> jax.Array:
+    """`values` as a JAX array, or a TypeError that says what they are."""
+    if isinstance(values, jax.Array):
+        return values
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError) as err:
+        raise TypeError(f"{name} takes an array, got {values!r} of type {type(values).__name__}.") from err
+
+
 def as_float(array: Any, name: str) -> jax.Array:
     """A dense floating array of rank 1 or more, or a clear error."""
     if isinstance(array, ImplicitArray):
         array = materialize_on_request(array)
-    if not isinstance(array, jax.Array):
-        array = jnp.asarray(array)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name} quantizes values, and {array} has none. Use jax.eval_shape(quantize, ...) to learn the storage."
+        )
+    array = as_array(array, name)
     _checks.check_float(array, name)
     if array.ndim == 0:
         raise ValueError(f"{name} quantizes arrays of rank 1 or more, got a scalar.")
@@ -49,7 +63,7 @@ def checked_axis(axis: Any, ndim: int) -> int:
         if len(axis) != 1:
             raise ValueError(f"axis={axis} names {len(axis)} axes; values are packed along exactly one.")
         axis = axis[0]
-    axis = operator.index(axis)
+    axis = _checks.as_index(axis, "axis")
     if not -ndim <= axis < ndim:
         raise ValueError(f"{axis=} is out of range for an array of rank {ndim}. Allowed: {-ndim} to {ndim - 1}.")
     return axis - ndim if axis >= 0 else axis
@@ -64,6 +78,35 @@ def checked_dtype(dtype: Any, default: Any, name: str) -> Any:
     return dtype
 
 
+def check_logical_dtype(q: Any, name: str, *, signed: bool = False) -> None:
+    """Refuse a declared dtype the values cannot be decoded to lazily: floating ones, and signed integers for codes."""
+    dtype = q.__dict__.get("_dtype")
+    if dtype is None or jnp.issubdtype(dtype, jnp.floating) or (signed and jnp.issubdtype(dtype, jnp.signedinteger)):
+        return
+    allowed, fits = ("signed integer or floating", "int8") if signed else ("floating", "float32")
+    given = jnp.dtype(dtype).name
+    raise TypeError(
+        f"dtype={given} is not allowed: {name} stands for {allowed} values. Use dtype=jnp.{fits}, and convert the "
+        f"dense array where you need another: q.materialize().astype({given!r})."
+    )
+
+
+def check_fields(q: Any, *arrays: str) -> None:
+    """Refuse plain Python values where storage belongs, and a sharding that is none."""
+    for name in arrays:
+        value = getattr(q, name)
+        if value is None or isinstance(value, _PLAIN) or type(value) is tuple:
+            raise TypeError(
+                f"{type(q).__name__} takes arrays, got {name}={value!r} of type {type(value).__name__}. Convert values "
+                f"first, for example with jnp.asarray."
+            )
+    if not (q.sharding is None or isinstance(q.sharding, (jax.sharding.Sharding, jax.sharding.PartitionSpec))):
+        raise TypeError(
+            f"sharding={q.sharding!r} is of type {type(q.sharding).__name__}; allowed are a NamedSharding, a "
+            "PartitionSpec or None."
+        )
+
+
 def checked_block(block_size: Any, largest: int) -> int:
     block_size = _checks.check_block_size(block_size)
     if block_size > largest:
@@ -74,6 +117,7 @@ def checked_block(block_size: Any, largest: int) -> int:
 def axis_and_pad(q: Any, ndim: int, steps: int, unit: int) -> tuple[int, int]:
     """The blocked axis and the padding of storage given directly; a declared shape says where it ends."""
     axis = checked_axis(q.axis, ndim)
+    _checks.as_index(q.pad, "pad")
     declared = q.__dict__.get("_shape")
     if declared is None:
         if not 0 <= q.pad < max(unit, 1) or q.pad > steps * unit:

@@ -20,7 +20,8 @@ class Array8B(QuantizedArray):
     """Symmetric INT8: `w = weight * scale`.
 
     Invariants: `weight` is int8 in the logical orientation and shape; `scale` is floating, of the same rank, with size
-    1 along every axis in `axis` (counted from the end) and the logical size along the others.
+    1 along every axis in `axis` (counted from the end) and the logical size along the others. An axis of size 1 shares
+    nothing and is left out of `axis`, which may be ().
     """
 
     scale: jax.Array
@@ -36,11 +37,13 @@ class Array8B(QuantizedArray):
     kernel_block: ClassVar[None] = None
 
     def __post_init__(self) -> None:
+        _input.check_fields(self, "scale", "weight")
+        _input.check_logical_dtype(self, "INT8")
         if _input.is_storage(self.scale, self.weight):
             _check_storage(self)
             if self.scale.ndim < self.weight.ndim:
                 self.scale = self.scale.reshape((1,) * (self.weight.ndim - self.scale.ndim) + self.scale.shape)
-            self.axis = _reduced_axes(self.scale, self.weight, self.axis)
+            self.axis = _reduced_axes(self.scale, self.weight)
             if self.__dict__.get("_dtype") is None:
                 self.dtype = self.scale.dtype
         super().__post_init__()
@@ -58,11 +61,11 @@ class Array8B(QuantizedArray):
     def moved(self, parts: dict[str, Any], blocked: int | None, **more: Any) -> Array8B:
         del blocked
         more.pop("pad", None)
-        return self.replaced(**parts, axis=_reduced_axes(parts["scale"], parts["weight"], None), **more)
+        return self.replaced(**parts, axis=_reduced_axes(parts["scale"], parts["weight"]), **more)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Array8B:
         made = super().scaled(factor, dtype, traced=traced)
-        return made.replaced(axis=_reduced_axes(made.scale, made.weight, None))
+        return made.replaced(axis=_reduced_axes(made.scale, made.weight))
 
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
@@ -87,10 +90,8 @@ class Array8B(QuantizedArray):
         return _input.keep_sharding(made, array)
 
 
-def _reduced_axes(scale: Any, weight: Any, given: Any) -> tuple[int, ...]:
+def _reduced_axes(scale: Any, weight: Any) -> tuple[int, ...]:
     """The axes along which the scale is shared, counted from the end; along an axis of size 1 nothing is."""
-    if given is not None:
-        _checks.check_axes(given, weight.ndim)
     shapes = zip(weight.shape, scale.shape, strict=True)
     return tuple(i - weight.ndim for i, (n, s) in enumerate(shapes) if s == 1 and n != 1)
 
@@ -104,7 +105,8 @@ def _check_storage(q: Array8B) -> None:
     aligned = zip(scale.shape[::-1], weight.shape[::-1], strict=False)
     if scale.ndim > weight.ndim or any(s not in (1, n) for s, n in aligned):
         raise ValueError(f"scale {list(scale.shape)} does not broadcast against weight {list(weight.shape)}.")
-    if q.axis is not None:
+    nothing_shared = isinstance(q.axis, (tuple, list)) and not q.axis  # what such an array itself says
+    if q.axis is not None and not nothing_shared:
         axes = _checks.check_axes(q.axis, weight.ndim)
         wrong = [a for a in axes if -a <= scale.ndim and scale.shape[a] != 1]
         if wrong:

@@ -66,24 +66,29 @@ class ArrayNF4(QuantizedArray):
     format: ClassVar[str] = "nf4"
 
     def __post_init__(self) -> None:
+        _input.check_fields(self, "packed")
+        _input.check_logical_dtype(self, "NF4")
         if _input.is_dense_float(self.packed) and self.absmax is None:
             dtype = self.__dict__.get("_dtype")
             made = type(self).quantize(self.packed, self.block_size, axis=self.axis, dtype=dtype)
             _input.check_declared_shape(self, made)
             made = made if self.sharding is None else made.with_sharding(self.sharding)
             self._adopt(made.replaced(use_kernel=self.use_kernel))
-        elif _input.is_array(self.packed) and self.absmax is None:
+        elif _input.is_storage(self.packed) and self.absmax is None:
             raise TypeError(
                 f"ArrayNF4 takes a floating array to quantize, or packed storage together with absmax; got "
                 f"{self.packed.dtype}{list(self.packed.shape)} alone."
             )
         elif _input.is_storage(self.packed, self.absmax):
+            self.block_size = _checks.check_block_size(self.block_size)
             _check_storage(self)
             self.axis, self.pad = _input.axis_and_pad(
                 self, self.packed.ndim - 1, self.packed.shape[-2], self.block_size
             )
             if self.__dict__.get("_dtype") is None:
                 self.dtype = self.absmax.dtype
+        else:
+            _input.check_fields(self, "absmax")
         super().__post_init__()
 
     @property
@@ -165,7 +170,6 @@ class ArrayNF4(QuantizedArray):
 
 
 def _check_storage(q: ArrayNF4) -> None:
-    _checks.check_block_size(q.block_size)
     packed, absmax = q.packed, q.absmax
     if packed.dtype != jnp.uint8:
         raise TypeError(f"packed must be uint8 storage, got {packed.dtype}; use ArrayNF4.quantize for dense values.")

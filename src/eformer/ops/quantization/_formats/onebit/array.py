@@ -40,6 +40,7 @@ class Array1B(QuantizedArray):
     kernel_block = None
 
     def __post_init__(self) -> None:
+        _input.check_fields(self, "weight")
         if self.bits not in (1, 2):
             raise ValueError(f"bits={self.bits!r} is not allowed; use 2 (ternary) or 1 (binary).")
         if _input.is_array(self.weight) and self.weight.dtype != jnp.uint8:
@@ -49,6 +50,7 @@ class Array1B(QuantizedArray):
             self._adopt(made.replaced(use_kernel=self.use_kernel))
         elif _input.is_storage(self.weight):
             self._check_storage()
+        _input.check_logical_dtype(self, self.format, signed=self.scale is None)
         super().__post_init__()
 
     def _from_values(self, values: Any) -> Array1B:
@@ -140,12 +142,12 @@ class Array1B(QuantizedArray):
         """Pack values that are already in {-1, 0, 1} (or {-1, 1} with `bits=1`); exact, without a scale.
 
         Args:
-            array: the values, of any integer or floating dtype and rank 1 or more.
-            dtype: the logical dtype, by default that of `array`.
+            array: the values, of rank 1 or more.
+            dtype: the logical dtype, a signed integer or floating one; by default that of `array`.
             axis: the axis values are packed along; by default the contracted one of `x @ w`.
             bits: 2 for ternary, 1 for binary.
         """
-        array = array if isinstance(array, jax.Array) else jnp.asarray(array)
+        array = _input.as_array(array, "Array1B")
         if array.ndim == 0:
             raise ValueError("Array1B packs arrays of rank 1 or more, got a scalar.")
         if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == bool:
