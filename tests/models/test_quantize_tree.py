@@ -22,6 +22,7 @@ from eformer.ops.quantization import (
     Array1B,
     Array8B,
     ArrayNF4,
+    LoraArray,
     QuantizationConfig,
     dequantize_tree,
     fake_quantize_tree,
@@ -137,6 +138,36 @@ def test_tied_leaves_stay_tied():
     assert tied.embed is tied.again
     assert isinstance(tied.embed.embedding[...], ArrayNF4)
     assert isinstance(dequantize_tree(tied).again.embedding[...], jax.Array)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_what_a_result_keeps_is_not_freed(placed: bool):
+    """One array under two paths, or two that share memory: one path is quantized, the other keeps it."""
+
+    def tied(lora: bool = False) -> tuple[Any, Any]:
+        e = model()["embed"]["embedding"] * 1.5
+        other = LoraArray(e, jnp.ones((e.shape[0], 2)), jnp.ones((2, e.shape[1]))) if lora else e
+        params: Any = {"embed": e, "lm_head": other, "z": e}
+        return (jax.device_put(params, jax.devices()[0]) if placed else params), np.array(e)
+
+    for options in ({"skip": ("heads",)}, {"rules": {"lm_head": None}}, {"rules": {"embed": None}}):
+        params, values = tied()
+        made = quantize_tree(params, **options)
+        kept, quantized = ("embed", "lm_head") if options.get("rules") == {"embed": None} else ("lm_head", "embed")
+        np.testing.assert_array_equal(made[kept], values)
+        assert isinstance(made[quantized], ArrayNF4)
+        assert isinstance(made["z"], ArrayNF4)
+        assert placed or made[quantized] is made["z"]
+    params, values = tied(lora=True)
+    made = quantize_tree(params)
+    np.testing.assert_array_equal(made["lm_head"].w, values)
+    assert isinstance(made["embed"], ArrayNF4)
+    params, _ = tied()
+    made = quantize_tree(params)
+    assert made["embed"] is made["lm_head"] is made["z"]
+    assert params["z"].is_deleted()
+    with pytest.raises(ValueError, match=r"'embed' was freed before .* pass donate=False"):
+        quantize_tree(params)
 
 
 def test_kinds_of_trees():

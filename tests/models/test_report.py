@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,36 @@ def test_table_and_json():
     assert read["leaves"][1]["format"] == "int8"
     with pytest.raises(ValueError, match=r"'a/kernel' has shape \(128, 64\), but the original has \(64, 128\)"):
         report(made, {"a": {"kernel": jnp.ones((64, 128))}})
+
+
+def test_errors_of_extreme_values_and_of_none():
+    """Energies neither overflow nor vanish, and what cannot be measured is not called perfect."""
+    base = np.random.default_rng(5).standard_normal((64, 128)).astype(np.float32)
+    original = {f"w{power}": base * np.float32(2.0**power) for power in (0, 80, -80, 120)}
+    hole = base.copy()
+    hole[3, 5] = np.nan
+    original |= {"nan": hole, "inf": np.where(np.isnan(hole), np.inf, base), "tiny": base * np.float32(1e-40)}
+    original |= {"off": base}
+    made = quantize_tree(original, donate=False)
+    made["off"] = made["w80"]
+    found: Any = {leaf.path: (leaf.relative_error, leaf.sqnr_db) for leaf in report(made, original).leaves}
+    for name in ("w80", "w-80", "w120"):
+        np.testing.assert_allclose(found[name], found["w0"], rtol=1e-4)
+    assert 0.05 < found["w0"][0] < 0.15
+    assert all(np.isnan(found[name]).all() for name in ("nan", "inf"))
+    assert found["tiny"][0] > 0.05
+    assert found["off"] == (np.inf, -np.inf) or found["off"][0] > 2**70
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    read = json.loads(report(made, original).to_json(), parse_constant=refused)
+    by_path = {leaf["path"]: leaf for leaf in read["leaves"]}
+    assert by_path["nan"]["relative_error"] is by_path["nan"]["sqnr_db"] is None
+    assert by_path["w0"]["relative_error"] == found["w0"][0]
+    assert (
+        "nan" in next(line for line in str(report(made, original)).splitlines() if line.startswith("nan ")).split()[5:]
+    )
 
 
 def test_plot(tmp_path: Path):

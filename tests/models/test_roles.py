@@ -211,6 +211,22 @@ def test_plain_dicts():
     assert set(axes(model)) - set(axes(model, skip=("heads",))) == {"lm_head/weight", "unembed"}
 
 
+def test_norms_and_positions_are_told_by_whole_words():
+    kept = (
+        *("norm", "norm1", "norm_2", "norm_f", "norms", "input_layernorm", "layer_norm", "LayerNorm_0", "BatchNorm_3"),
+        *("RMSNorm", "attn_norm", "q_norm", "LayerNormalization_0", "batch_normalization", "final_layer_norm2", "ln"),
+        *("ln_f", "ln1", "post_ln", "decoder/~/layer_norm", "enorm", "pos", "pos_embed", "pos_emb", "posembed"),
+        *("abs_pos_embedding", "position_embedding", "position_embeddings", "embed_positions", "PositionEmbedding_0"),
+        *("positional_encoding", "position", "relative_position_bias_table", "wpe"),
+    )
+    matrices = (
+        *("position_wise_ffn", "positionwise_feed_forward", "pos_ffn", "norm_proj", "denormalize", "decomposition"),
+        *("composition", "normal_net", "norm_linear", "enormous", "pose_head", "compositional_ffn", "position_proj"),
+    )
+    found = axes({name: {"weight": jax.ShapeDtypeStruct((8, 32), F32)} for name in (*kept, *matrices)})
+    assert set(found) == {f"{name}/weight" for name in matrices}
+
+
 def test_axis_of_a_rule_wins():
     model = shapes(a__kernel=(8, 4), b__kernel=(8, 4))
     assert axes(model, {"a*": {"dtype": "nf4", "axis": -1}}) == {"a/kernel": -1, "b/kernel": -2}

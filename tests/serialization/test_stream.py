@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from eformer import serialization as files
-from eformer.ops.quantization import Array8B, ArrayNF4, QuantizationConfig, quantize
+from eformer.ops.quantization import Array8B, ArrayNF4, QuantizationConfig, quantize, quantize_tree
 from eformer.serialization import _output
 
 from .trees import assert_same, dense
@@ -57,6 +57,33 @@ def test_the_same_as_in_memory(tmp_path, shard_in, shard_out):
     assert [p.done for p in seen] == sorted(p.done for p in seen)
     assert seen[-1].done == seen[-1].total == report.nbytes_in
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_stacks_are_quantized_matrix_by_matrix(tmp_path):
+    """As `quantize_tree` does: layers of very different sizes share no threshold, whatever the axis."""
+    rng = np.random.default_rng(7)
+    sizes = jnp.array([1.0, 10.0, 0.1])[:, None, None]
+    tree = {
+        "up": {"kernel": dense(rng, 3, 128, 64) * sizes, "bias": dense(rng, 3, 64)},
+        "moe.experts": {"weight": dense(rng, 3, 64, 128) * sizes},
+        "attn": {"query": {"kernel": dense(rng, 64, 4, 16)}, "out": {"kernel": dense(rng, 4, 16, 64)}},
+    }
+    source = files.save(tmp_path / "in.safetensors", tree)
+    for axis in (None, -2, 1, -1, 2, 0):
+        rules = {"*kernel": {"dtype": "ternary", "axis": axis}, "*weight": {"dtype": "ternary", "axis": -1}}
+        wanted = quantize_tree(tree, rules, default=None, min_size=0, donate=False)
+        report = files.quantize_file(source, tmp_path / "out.safetensors", rules)
+        found = files.load(report.path)
+        if axis is None:  # the tree chooses an axis by the role of the leaf, the file the default of the format
+            del found["attn"], wanted["attn"]
+        assert_same(found, wanted)
+        for q, w in ((found["up"]["kernel"], tree["up"]["kernel"]), *([] if axis == 0 else [_experts(found, tree)])):
+            errors = jnp.linalg.norm(q.materialize() - w, axis=(1, 2)) / jnp.linalg.norm(w, axis=(1, 2))
+            assert (float(errors.max()) < 0.5) == (axis != 0)
+
+
+def _experts(*trees: Any) -> tuple[Any, ...]:
+    return tuple(tree["moe.experts"]["weight"] for tree in trees)
 
 
 def test_rules_meet_leaves_they_cannot_quantize(tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ import numpy as np
 
 from eformer._errors import CheckpointError
 from eformer.ops.quantization._rules import Recipe, Rules, Unused
+from eformer.ops.quantization._tree.paths import Leaf as Place
+from eformer.ops.quantization._tree.quantize import encode
+from eformer.ops.quantization._tree.roles import roles_of
 
 from . import _contents
 from ._contents import KEY, Contents, Leaf, about, described_leaf
@@ -76,6 +80,11 @@ class _Step:
     leaf: Leaf
     recipe: Recipe | None
     outcome: StreamedLeaf
+    batch: int = 0  # leading axes that number matrices
+
+    def quantize(self, array: Any) -> Any:
+        """The leaf as `quantize_tree` makes it: every matrix of a stack as if it stood alone."""
+        return array if self.recipe is None else encode(self.recipe, array, self.batch)
 
 
 def quantize_file(
@@ -112,7 +121,8 @@ def quantize_file(
     extra = checked_metadata({**{k: v for k, v in opened.metadata.items() if k != KEY}, **(metadata or {})})
     contents = Contents([step.leaf for step in steps], opened.structure, opened.aliases)
     shards = [list(contents.leaves)] if max_shard_size is None else list(shards_of(contents.leaves, max_shard_size))
-    run = _fingerprint(opened.identity, rules, axis, contents, shards, extra)
+    batches = [step.batch for step in steps]
+    run = _fingerprint([opened.identity, batches], rules, axis, contents, shards, extra)
     with Output(target, contents, shards, extra, run) as output:
         resumed = output.done
         _run(steps, output, progress)
@@ -132,10 +142,15 @@ def _open(source: str | os.PathLike[str], target: Path) -> Source:
 def _plan(source: Source, rules: Rules, axis: int | None) -> list[_Step]:
     taken = {s.leaf.name for s in source.leaves} | {t for s in source.leaves for t in s.leaf.tensors}
     shapes: dict[Any, Any] = {}
-    return [_step(leaf, rules, axis, taken, shapes) for leaf in source.leaves]
+    roles = roles_of([Place(tuple(re.split(r"[./]", s.leaf.name)), s.dense) for s in source.leaves])
+    return [
+        _step(leaf, role.batch, rules, axis, taken, shapes) for leaf, role in zip(source.leaves, roles, strict=True)
+    ]
 
 
-def _step(source: SourceLeaf, rules: Rules, axis: int | None, taken: set[str], shapes: dict[Any, Any]) -> _Step:
+def _step(
+    source: SourceLeaf, batch: int, rules: Rules, axis: int | None, taken: set[str], shapes: dict[Any, Any]
+) -> _Step:
     name, nbytes = source.leaf.name, source.leaf.nbytes
     rule = rules.first(name)
     pattern = None if rule is None else rule.pattern
@@ -146,12 +161,13 @@ def _step(source: SourceLeaf, rules: Rules, axis: int | None, taken: set[str], s
         return _Step(source, source.leaf, None, StreamedLeaf(name, pattern, kind, nbytes, nbytes, reason))
     recipe = wanted if wanted.axis is not None else dataclasses.replace(wanted, axis=axis)
     shape, dtype = source.dense.shape, jax.dtypes.canonicalize_dtype(source.dense.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-    key = (recipe, shape, dtype)
+    key = (recipe, batch, shape, dtype)
     with about(None, name):
         if key not in shapes:
-            shapes[key] = _abstract(recipe, jax.ShapeDtypeStruct(shape, dtype))
+            shapes[key] = _abstract(recipe, batch, jax.ShapeDtypeStruct(shape, dtype))
         leaf = described_leaf(name, shapes[key], taken)
-    return _Step(source, leaf, recipe, StreamedLeaf(name, pattern, str(recipe.config.dtype), nbytes, leaf.nbytes))
+    outcome = StreamedLeaf(name, pattern, str(recipe.config.dtype), nbytes, leaf.nbytes)
+    return _Step(source, leaf, recipe, outcome, batch)
 
 
 def _obstacle(source: SourceLeaf) -> str:
@@ -163,9 +179,9 @@ def _obstacle(source: SourceLeaf) -> str:
     return "" if source.dense.ndim else "it is a scalar"
 
 
-def _abstract(recipe: Recipe, shape: jax.ShapeDtypeStruct) -> Any:
+def _abstract(recipe: Recipe, batch: int, shape: jax.ShapeDtypeStruct) -> Any:
     try:
-        return jax.eval_shape(recipe.quantize, shape)
+        return jax.eval_shape(lambda array: encode(recipe, array, batch), shape)
     except (TypeError, ValueError) as err:
         raise CheckpointError(f"cannot be quantized as {recipe}: {err}") from err
 
@@ -203,7 +219,7 @@ def _do(step: _Step, output: Output, buffer: np.ndarray) -> None:
             output.write(name, chunks())
         return
     dense = jax.device_put(step.source.read(buffer))  # pyright: ignore[reportOptionalCall] - planned so
-    made = jax.block_until_ready(step.recipe.quantize(dense))
+    made = jax.block_until_ready(step.quantize(dense))
     dense.delete()
     leaf = described_leaf(step.leaf.name, made, set())
     for name, array in zip(step.leaf.tensors, leaf.tensors.values(), strict=True):

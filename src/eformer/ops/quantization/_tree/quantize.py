@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ def quantize_tree(
     """Quantize the matrices of a model: any pytree, or a Flax NNX module.
 
     Leaves are taken one after the other. A leaf that appears twice (tied weights) is quantized once, as its first path
-    asks, and appears twice again. Leaves already quantized stay as they are.
+    asks, and appears twice again; where another path keeps it, it stays dense there. Leaves already quantized stay as
+    they are.
 
     Args:
         params: the model or its parameters. Leaves may be NumPy arrays (memory-mapped ones too).
@@ -46,8 +48,8 @@ def quantize_tree(
         skip: groups that stay as they are, whatever rules say: any of norms, biases, routers, positions, heads,
             embeddings, convolutions.
         abstract: compute nothing and give `jax.ShapeDtypeStruct` leaves; the leaves of `params` may be such, too.
-        donate: free every JAX array that was quantized, so that memory never holds the model twice. `params` cannot be
-            used afterwards.
+        donate: free every JAX array that was quantized and that no result keeps, so that memory never holds the model
+            twice. `params` cannot be used afterwards.
         progress: called with a `Progress` after each leaf; True for a bar, False for none, None for one in terminals.
 
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}}
@@ -59,18 +61,17 @@ def quantize_tree(
     if abstract:
         return tree.rebuild(_abstract(d) for d in decisions)
     total = sum(_nbytes(d.leaf.value) for d in decisions if d.recipe is not None)
-    done, made = 0, {}
-    results = []
+    arrays = _alive(decisions)
+    done, made, kept, results = 0, {}, _kept(decisions), []
     with reporter(progress, "quantizing") as tell:
         for decision in decisions:
             value = decision.leaf.value
             if decision.recipe is not None:
-                nbytes = _nbytes(value)
                 if id(value) not in made:
-                    # The dense value stays in the table, so that its id is not given to another.
-                    made[id(value)] = _quantized(decision, donate), value
-                value = made[id(value)][0]
-                done += nbytes
+                    made[id(value)] = _quantized(decision, donate and (not kept or kept.isdisjoint(_memory(value))))
+                    made |= {id(x): made[id(value)] for x in arrays if x.is_deleted() and id(x) not in made}
+                done += _nbytes(value)
+                value = made[id(value)]
                 tell(Progress(decision.leaf.path, done, total))
             results.append(value)
     return tree.rebuild(results)
@@ -92,16 +93,57 @@ def dequantize_tree(params: Any, dtype: Any = None) -> Any:
 
 
 def encode(recipe: Recipe, value: Any, batch: int) -> Any:
-    """`value` quantized; every matrix of a stack as if it stood alone."""
-    if not batch or recipe.config.dtype != "ternary":  # all other formats look along one axis only
+    """`value` quantized; every matrix of a stack (`batch` leading axes) as if it stood alone."""
+    axis, ndim = -2 if recipe.axis is None else recipe.axis, len(value.shape)
+    if recipe.config.dtype != "ternary" or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        return recipe.quantize(value)  # all other formats look along one axis only
+    batch = min(batch, axis % ndim)  # an axis that values are packed along numbers no matrices
+    if not batch:
         return recipe.quantize(value)
-    run: Any = recipe.quantize
+    run: Any = dataclasses.replace(recipe, axis=axis % ndim - ndim).quantize
     for _ in range(batch):
         run = jax.vmap(run)
     made = run(value)
     sharding = None if isinstance(value, compat.Tracer) else getattr(value, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
     return made.with_sharding(sharding) if split and hasattr(made, "with_sharding") else made
+
+
+# Two arrays may share memory, as those that `device_put` makes of tied weights do: to free one frees both.
+
+
+def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
+    """The JAX arrays to quantize, if nobody has freed one of them."""
+    found = {d.leaf.path: d.leaf.value for d in decisions if d.recipe is not None and _is_concrete(d.leaf.value)}
+    lost = [path for path, value in found.items() if value.is_deleted()]
+    if lost:
+        raise ValueError(
+            f"{lost[0]!r} was freed before (is_deleted() is true), as quantize_tree and jit free what is donated to "
+            "them. Use what they returned, or pass donate=False to the first quantize_tree."
+        )
+    return list(found.values())
+
+
+def _is_concrete(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, compat.Tracer)
+
+
+def _kept(decisions: Sequence[Decision]) -> set[Any]:
+    """The memory of arrays that stay, alone or inside an implicit array, and that may be one of those to quantize."""
+    shapes = {_look(d.leaf.value) for d in decisions if d.recipe is not None}
+    stay = [x for d in decisions if d.recipe is None for x in jax.tree.leaves(d.leaf.value) if _look(x) in shapes]
+    return {place for x in stay for place in _memory(x)}
+
+
+def _look(value: Any) -> Any:
+    return str(getattr(value, "shape", None)), str(getattr(value, "dtype", None))
+
+
+def _memory(value: Any) -> list[Any]:
+    """What tells the memory of an array from that of others: addresses where it has some, else the object itself."""
+    if not _is_concrete(value) or value.is_deleted():
+        return [id(value)]
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards] or [id(value)]
 
 
 def _quantized(decision: Decision, donate: bool) -> Any:

@@ -68,10 +68,10 @@ class Report:
         return "\n".join([*aligned([head, *rows, total]), saved])
 
     def to_json(self) -> str:
-        """The leaves and the totals as a JSON object."""
+        """The leaves and the totals as a JSON object; figures that are no finite numbers are null."""
         totals = {name: getattr(self, name) for name in ("nbytes", "dense_nbytes", "bits_per_weight")}
-        leaves = [{k: v for k, v in dataclasses.asdict(leaf).items() if v != math.inf} for leaf in self.leaves]
-        return json.dumps({**totals, "leaves": leaves}, indent=2)
+        leaves = [{k: _finite(v) for k, v in dataclasses.asdict(leaf).items()} for leaf in self.leaves]
+        return json.dumps({**totals, "leaves": leaves}, indent=2, allow_nan=False)
 
     def plot(self, path: Any) -> None:
         """Draw bytes and errors per leaf into an image file, with matplotlib."""
@@ -112,8 +112,13 @@ def report(params: Any, original: Any = None) -> Report:
 
 
 def relative_error(value: Any, original: Any) -> float:
-    """‖value − original‖ / ‖original‖; 0 for two zeros."""
-    noise, signal = (float(v) for v in _energies(value, jnp.asarray(materialize(original))))
+    """‖value − original‖ / ‖original‖; 0 for two zeros, NaN where one of them is not finite."""
+    dense = jnp.asarray(materialize(original))
+    noise, signal = (float(v) for v in _energies(value, dense))
+    if not signal and not noise:  # zeros, or numbers so small that the device takes them for zeros
+        exact = np.asarray(dense, np.float64)
+        noise = float(np.sum(np.square(np.asarray(materialize(value), np.float64) - exact)))
+        signal = float(np.sum(np.square(exact)))
     return math.sqrt(noise / signal) if signal else (0.0 if not noise else math.inf)
 
 
@@ -134,8 +139,12 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
         if tuple(original.shape) != shape:
             raise ValueError(f"{path!r} has shape {shape}, but the original has {tuple(original.shape)}.")
         error = relative_error(value, original)
-        sqnr = -20 * math.log10(error) if error > 0 else math.inf
+        sqnr = -20 * math.log10(error) if error else math.inf
     return LeafReport(path, fmt, shape, name, nbytes, 8 * nbytes / max(size, 1), error, sqnr, tied_to)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _leaf_nbytes(x: Any) -> int:
@@ -144,10 +153,13 @@ def _leaf_nbytes(x: Any) -> int:
 
 @jax.jit
 def _energies(value: Any, original: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums of squares of the difference and of the original, in f32 at least."""
+    """Sums of squares of the difference and of the original, in f32 at least, in units of the largest value."""
     wide = jnp.promote_types(original.dtype, jnp.float32)
     original = original.astype(wide)
-    difference = materialize(value).astype(wide) - original
+    peak = jnp.max(jnp.abs(original), initial=0)
+    unit = jnp.where((peak >= jnp.finfo(wide).tiny) & jnp.isfinite(peak), peak, 1)  # squares of it may not be numbers
+    original = original / unit
+    difference = materialize(value).astype(wide) / unit - original
     return jnp.sum(jnp.square(difference)), jnp.sum(jnp.square(original))
 
 
@@ -187,6 +199,9 @@ def _draw(figure: Any, leaves: Sequence[LeafReport]) -> Any:
     sizes.set_xscale("log")
     sizes.set_xlabel("bytes")
     sizes.legend()
-    errors.barh(places, [leaf.relative_error or 0.0 for leaf in leaves], color="tab:red")
+    errors.barh(places, [_finite(leaf.relative_error) or 0.0 for leaf in leaves], color="tab:red")
+    for place, leaf in enumerate(leaves):
+        if leaf.relative_error is not None and not math.isfinite(leaf.relative_error):
+            errors.text(0, place, f" {leaf.relative_error}", va="center", color="tab:red")
     errors.set_xlabel("relative error")
     return made

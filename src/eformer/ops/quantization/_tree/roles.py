@@ -26,9 +26,14 @@ GROUPS = {
 
 _MATRIX = ("kernel", "w", "weight")
 _BIAS = re.compile(r"^(b|bias|.*_bias)$")
-_NORM = re.compile(r"norm|^ln(_|\d|$)|_ln$")
+# Names are compared by their parts: "layer_norm", "norm1" and "LayerNorm_0" have a part "norm", "denormalize" has not.
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NORM = re.compile(r"(?!de|un)[a-z]*norms?|normali[sz](e|er|ation)")
 _NORM_LEAF = ("scale", "gamma", "beta", "offset")
-_POSITION = re.compile(r"^pos(_|$)|position|pos_?emb|^wpe$")
+_POSITION = re.compile(r"positions?|positional|posemb[a-z]*")
+# What a layer with a norm or positions in its name is when it is a matrix after all.
+_PROJECTION = frozenset(("proj", "projection", "linear", "dense"))
+_POSITIONWISE = frozenset(("wise", "ff", "ffn", "ffw", "feed", "feedforward", "mlp")) | _PROJECTION
 _ROUTER = re.compile(r"router")
 _HEAD = re.compile(r"^(lm_head|head|classifier|logits|unembed(ding)?|output_projection)$")
 _EMBEDDING = re.compile(r"embed|^wte$")
@@ -83,12 +88,12 @@ def _role(leaf: Leaf, shapes: Mapping[tuple[str, ...], tuple[int, ...]]) -> Role
 def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
     names = [name.lower() for name in leaf.names]
     name, holders = (names[-1] if names else ""), names[:-1]
-    layer = type(leaf.parent).__name__.lower()
+    parts = [_parts(part) for part in leaf.names[-2:]]
     if _BIAS.match(name):
         return "bias"
-    if name in _NORM_LEAF or "norm" in layer or any(map(_NORM.search, names[-2:])):
+    if name in _NORM_LEAF or any(map(_is_norm, [_parts(type(leaf.parent).__name__), *parts])):
         return "norm"
-    if any(map(_POSITION.search, names[-2:])):
+    if any(map(_is_position, parts)):
         return "position"
     if any(map(_ROUTER.search, names)) or _is_gate_of_experts(leaf, shapes):
         return "router"
@@ -97,6 +102,28 @@ def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
     if _is_embedding(leaf, name, holders):
         return "embedding"
     return "conv" if _is_convolution(leaf, holders, shapes[leaf.names]) else "kernel"
+
+
+def _parts(name: str) -> list[str]:
+    """The words of a name, without numbers; of a Haiku name with several modules, those of the last.
+
+    >>> _parts("LayerNorm_0"), _parts("decoder/~/pos_embed"), _parts("RMSNorm1")
+    (['layer', 'norm'], ['pos', 'embed'], ['rms', 'norm'])
+    """
+    return [part.lower() for part in _PART.findall(name.rsplit("/", 1)[-1])]
+
+
+def _is_norm(parts: Sequence[str]) -> bool:
+    if not parts or parts[-1] in _PROJECTION:
+        return False
+    return "ln" in (parts[0], parts[-1]) or any(map(_NORM.fullmatch, parts))
+
+
+def _is_position(parts: Sequence[str]) -> bool:
+    if not parts or not _POSITIONWISE.isdisjoint(parts):
+        return False
+    abbreviated = parts[0] == "pos" or ("pos" in parts and any(part.startswith("emb") for part in parts))
+    return abbreviated or parts == ["wpe"] or any(map(_POSITION.fullmatch, parts))
 
 
 def _is_gate_of_experts(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> bool:
