@@ -11,7 +11,7 @@ import optax
 
 from eformer.integrations.equinox import Dispatching, combine, filter_grad, filter_value_and_grad, partition
 from eformer.jaximus import implicit, materialization_policy
-from eformer.ops.quantization import add_lora, dequantize_tree, quantize_tree
+from eformer.ops.quantization import LoraArray, add_lora, dequantize_tree, quantize_tree, split_trainable
 
 from .compare import close
 
@@ -101,6 +101,24 @@ def test_dense_layers_are_never_made_dense(key: jax.Array):
     assert jnp.any(trained.up.weight.a != model.up.weight.a)
 
 
+def test_an_adapter_on_an_adapter_leaves_both_below_alone(key: jax.Array):
+    """What is trained is what `split_trainable` trains; weight decay moves nothing else."""
+    model = add_lora(Mlp(jax.random.key(0)), "up*", 2, jax.random.key(1))
+    inner = model.up.weight
+    model = eqx.tree_at(lambda m: m.up.weight, model, LoraArray(inner, inner.a + 1, inner.b + 1))
+    trained, rest = partition(model)
+    expected = split_trainable(model, also="*")[0]
+    assert sorted(x.shape for x in jax.tree.leaves(trained)) == sorted(x.shape for x in expected.values())
+    for parts in ((trained, rest), (rest, trained)):
+        assert jax.tree.structure(combine(*parts)) == jax.tree.structure(model)
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    grads = filter_grad(loss)(model, jax.random.normal(key, (32,)))
+    updates, _ = optimizer.update(grads, optimizer.init(trained), trained)
+    after = eqx.apply_updates(model, updates).up.weight
+    close(jax.tree.leaves(after.w), jax.tree.leaves(inner), tol=0.0)
+    assert jnp.all(after.a != model.up.weight.a)
+
+
 def test_partition():
     model = add_lora(quantize_tree(Mlp(jax.random.key(0)), min_size=0), "up*", 2, jax.random.key(1))
     trained, rest = partition(model)
@@ -110,6 +128,9 @@ def test_partition():
     assert jax.tree.structure(again) == jax.tree.structure(model)
     dense = add_lora(Mlp(jax.random.key(0)), "up*", 2, jax.random.key(1))
     assert partition(dense)[0].up.weight.w is None  # the base of an adapter is frozen, dense or not
+    weight = dense.up.weight
+    shared = eqx.tree_at(lambda m: m.down.weight, dense, weight.w)  # the base of one, and trained in another place
+    assert partition(shared)[0].down.weight is weight.w
 
     def with_aux(model: Any, x: jax.Array) -> Any:
         return loss(model, x), x.shape

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.core import freeze
+from flax.errors import ScopeParamShapeError
 from flax.training.train_state import TrainState
 
 from eformer.integrations import linen
@@ -111,6 +112,13 @@ def test_what_is_told():
     variables = linen.quantize(model.init(jax.random.key(0), x))
     assert not explain(linen.apply_fn(model))(variables, x).materializations
     assert explain(lambda v, x: implicit(model.apply)(v, x))(variables, x).kernels
+    expected = linen.apply_fn(model)(variables, x)
+    close(implicit(lambda v, x: model.apply(v, x))(variables, x), expected)
+    close(implicit(jax.jit(model.apply))(variables, x), expected)
+    close(implicit(lambda x: linen.apply_fn(model)(variables, x))(x), expected)
+    for bare in (model.apply, jax.jit(model.apply), lambda v, x: implicit(lambda x: model.apply(v, x))(x)):
+        with pytest.raises(ScopeParamShapeError):  # documented: Flax compares the shapes of what is stored
+            bare(variables, x)
     assert type(linen.quantize(freeze(model.init(jax.random.key(0), x)))).__name__ == "FrozenDict"
     with pytest.raises(ValueError, match=r'"params" collection, got \[\'kernel\'\]'):
         linen.quantize({"kernel": jnp.ones((64, 64))})

@@ -137,6 +137,42 @@ def test_other_operations_obey_the_policy():
         close(q + 1.0, q.materialize() + 1.0)
 
 
+def grouped(x: Any, stack: Any, axis: int) -> Any:
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (axis,)), ((), ())), [0], [0])
+    return lax.ragged_dot_general(x, stack, jnp.asarray([3, 0, 2]), numbers)
+
+
+@pytest.mark.parametrize("fmt", [None, "nf4", "int8"])
+def test_parts_and_grouped_products(fmt: str | None):
+    """Static slices, matrices of a stack, and rows in groups: never dense, and gradients reach the factors."""
+    table, stack = lora((12, 8), fmt=fmt, axis=-1), lora((3, 8, 10), fmt=fmt)
+    x, y = normal(4, 5, 8), normal(5, 5, 10)
+
+    def vectors(q: Any, s: Any) -> Any:
+        products = x @ s[1], x @ s[1:][0], grouped(x, s, 1), grouped(y, s, 2)
+        return q[3], q[5:6], q[:, 2], q[4:], q[::3, 4:], *products
+
+    with materialization_policy("error"):
+        found = jax.jit(implicit(vectors))(table, stack)
+    assert [isinstance(part, LoraArray) for part in found] == [False] * 3 + [True] * 2 + [False] * 4
+    jax.tree.map(close, [materialize(part) for part in found], list(vectors(table.materialize(), stack.materialize())))
+
+    def loss(factors: Any) -> Any:
+        parts = [dataclasses.replace(q, a=a, b=b) for q, (a, b) in zip((table, stack), factors, strict=True)]
+        row, *_, first, second = vectors(*parts)
+        return jnp.sum(jnp.sin(row)) + jnp.sum(jnp.sin(first)) + jnp.sum(jnp.sin(second))
+
+    def dense_loss(factors: Any) -> Any:
+        bases = [materialize(q.w) for q in (table, stack)]
+        row, *_, first, second = vectors(*(w + 0.5 * a @ b for w, (a, b) in zip(bases, factors, strict=True)))
+        return jnp.sum(jnp.sin(row)) + jnp.sum(jnp.sin(first)) + jnp.sum(jnp.sin(second))
+
+    factors = [(table.a, table.b), (stack.a, stack.b)]
+    with materialization_policy("error"):
+        gradients = jax.jit(jax.grad(implicit(loss)))(factors)
+    jax.tree.map(close, gradients, jax.jit(jax.grad(dense_loss))(factors))
+
+
 def test_scan_vmap_and_remat():
     stack, x = lora((3, 8, 8)), normal(5, 4, 8)
     dense = stack.materialize()

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from eformer._errors import UnusedRuleWarning
-from eformer.jaximus import ImplicitArray, implicit, materialize
+from eformer.jaximus import ImplicitArray, implicit, materialization_policy, materialize
 from eformer.ops.quantization import (
     Array8B,
     ArrayNF4,
@@ -82,8 +82,12 @@ def test_rules_ranks_and_groups():
     np.testing.assert_array_equal(once["mlp"]["kernel"].a, add_lora(params, "*", 2, KEY)["mlp"]["kernel"].a)
     with pytest.warns(UnusedRuleWarning, match=r"\['\*head\*'\] match no matrix"):
         add_lora(params, ["*head*", "*"], 2, KEY)
-    with pytest.raises(ValueError, match="rank=0"):
-        add_lora(params, "*", 0, KEY)
+    for rank in (0, True, 2.0):
+        with pytest.raises(ValueError, match=f"rank={rank}"):
+            add_lora(params, "*", rank, KEY)  # pyright: ignore[reportArgumentType]
+    for alpha in ("x", True, float("nan")):
+        with pytest.raises(ValueError, match=f"alpha={alpha!r} is not allowed"):
+            add_lora(params, "*", 2, KEY, alpha=alpha)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="key="):
         add_lora(params, "*", 2)
 
@@ -103,8 +107,43 @@ def test_split_and_merge():
         merge({k: v for k, v in trainable.items() if k != "norm/scale"}, frozen)
     with pytest.raises(ValueError, match=r"no place for \['more'\]"):
         merge({**trainable, "more": jnp.ones(2)}, frozen)
+    with pytest.raises(ValueError, match=r"(?s)'mlp/kernel/a'.*'mlp/kernel/b'.*shapes \(3, 64, 2\) and \(3, 5, 32\)"):
+        merge({**trainable, "mlp/kernel/b": jnp.ones((3, 5, 32))}, frozen)
     with pytest.warns(UnusedRuleWarning, match="match no dense leaf"):
         split_trainable(params, also="*attn*")
+
+
+def test_layers_are_merged_inside_a_scan():
+    stack = add_lora(quantize_tree({"kernel": model()["mlp"]["kernel"] @ jnp.ones((32, 64)) / 32}), "*", 2, KEY)
+    parts, x = split_trainable(stack), jnp.ones((2, 64))
+    found, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x @ merge(*layer)["kernel"]), None), x, parts)
+    for layer in range(3):
+        x = jnp.tanh(x @ materialize(stack["kernel"])[layer])
+    np.testing.assert_allclose(found, x, rtol=1e-4)
+
+
+def test_convolutions_with_the_window_last():
+    """(out, in, window...): one factor per output, the other takes the inputs and the window."""
+    conv = eqx.nn.Conv2d(16, 32, 3, key=KEY)
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Conv1d(4, 8, 5, key=key))(jax.random.split(KEY, 2))
+    params = {
+        "conv": conv,
+        "torch": {"conv": {"weight": model()["torch"]["weight"].reshape(8, 16, 4, 4)}},
+        "s": stacked,
+    }
+    found = adapters(add_lora(params, "*", 4, KEY, skip=("norms", "biases")))
+    assert {path: (q.a.shape, q.b.shape) for path, q in found.items()} == {
+        "conv/weight": ((32, 4), (4, 16, 3, 3)),
+        "torch/conv/weight": ((8, 4), (4, 16, 4, 4)),
+        "s/weight": ((2, 8, 4), (2, 4, 4, 5)),
+    }
+    assert float(jnp.std(found["conv/weight"].b)) == pytest.approx((16 * 9) ** -0.5, rel=0.2)
+    q = LoraArray(*(getattr(found["conv/weight"], name) + 0.1 for name in "wab"), left=1, right=3)
+    expected = q.w + jnp.einsum("or,rikl->oikl", q.a, q.b)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(16, 7, 7)), jnp.float32)
+    dense, adapted = (eqx.tree_at(lambda c: c.weight, conv, w) for w in (expected, q))
+    with materialization_policy("allow"):
+        np.testing.assert_allclose(implicit(adapted)(x), dense(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_tied_adapter_is_trained_once():
@@ -141,8 +180,8 @@ def test_masks_for_optax():
     mask = lora_mask(params)
     assert jax.tree.structure(mask) == jax.tree.structure(params)
     assert jax.tree.leaves(mask) == [False, False, True, True, False]
-    frozen = lambda p: jax.tree.map(lambda m: not m, lora_mask(p))  # noqa: E731
-    optimizer = optax.chain(optax.masked(optax.adam(0.1), lora_mask), optax.masked(optax.set_to_zero(), frozen))
+    labels = jax.tree.map(lambda factor: "train" if factor else "freeze", mask)
+    optimizer = optax.multi_transform({"train": optax.adamw(0.1), "freeze": optax.set_to_zero()}, labels)
     state = optimizer.init(params)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert sorted(m.shape for m in moments) == sorted([(3, 64, 2), (3, 2, 32)] * 2)
@@ -150,7 +189,8 @@ def test_masks_for_optax():
     grads = jax.grad(lambda p: jnp.sum((x @ p["mlp"]["kernel"] + p["mlp"]["bias"][:, None] - 1.0) ** 2))(params)
     updates, _ = optimizer.update(grads, state, params)
     moved = jax.tree.map(lambda p, q: bool(np.any(p != q)), params, optax.apply_updates(params, updates))
-    assert jax.tree.leaves(moved) == [False, False, False, True, False]  # a has no gradient while b is zero
+    assert np.any(grads["mlp"]["bias"])  # which `optax.masked` alone would have added
+    assert jax.tree.leaves(moved) == [False, False, True, True, False]
     quantized = add_lora(quantize_tree(model()), "*", 2, KEY)
     assert jax.tree.structure(lora_mask(quantized)) == jax.tree.structure(quantized)
     assert sum(jax.tree.leaves(lora_mask(quantized))) == 8

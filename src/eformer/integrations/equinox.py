@@ -43,12 +43,8 @@ def partition(model: Any) -> tuple[Any, Any]:
 
     Each has None in place of what the other has, so optax and `eqx.apply_updates` take the first as it is.
     """
-    frozen_parts = {id(leaf.w) for leaf in jax.tree.leaves(model, is_leaf=_is_adapter) if _is_adapter(leaf)}
-
-    def trained(leaf: Any) -> bool:
-        return not _is_whole(leaf) and id(leaf) not in frozen_parts and eqx.is_inexact_array(leaf)
-
-    return eqx.partition(model, trained, is_leaf=_is_whole)
+    spec = jax.tree.map(_trained, model, is_leaf=lambda x: isinstance(x, ImplicitArray))
+    return eqx.partition(model, spec, is_leaf=_is_whole)
 
 
 def combine(*parts: Any) -> Any:
@@ -80,10 +76,14 @@ def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[.
     return grad
 
 
-def _is_adapter(x: Any) -> bool:
-    return isinstance(x, LoraArray)
+def _trained(leaf: Any) -> Any:
+    """Whether a leaf is trained; of an adapter the factors are, and nothing below `w`, be it another adapter."""
+    if isinstance(leaf, LoraArray):
+        parts = (False, _trained(leaf.a), _trained(leaf.b))
+        return LoraArray.tree_unflatten(leaf.tree_flatten_with_keys()[1], parts)
+    return not isinstance(leaf, ImplicitArray) and eqx.is_inexact_array(leaf)
 
 
 def _is_whole(x: Any) -> bool:
     """Implicit arrays are trained whole or not at all; only adapters have parts that are."""
-    return isinstance(x, ImplicitArray) and not _is_adapter(x)
+    return isinstance(x, ImplicitArray) and not isinstance(x, LoraArray)

@@ -39,5 +39,9 @@ def quantize(variables: Mapping[str, Any], rules: Any = None, **options: Any) ->
 
 
 def apply_fn(model: nn.Module) -> Callable[..., Any]:
-    """`model.apply` with dispatch on: the `apply_fn` of a `TrainState`, what to jit, what to differentiate."""
+    """`model.apply` with dispatch on: the `apply_fn` of a `TrainState`, what to jit, what to differentiate.
+
+    `model.apply` itself raises Flax's `ScopeParamShapeError` for quantized variables, unless they reach it as arguments
+    of an `implicit` function: Flax compares the shapes of what they store.
+    """
     return implicit(model.apply)

@@ -38,7 +38,7 @@ class LoraArray(ImplicitArray, frozen=True):
     def __post_init__(self) -> None:
         self.scale = float(self.scale)
         if is_storage(self.w, self.a, self.b):
-            _check_shapes(self)
+            check_shapes(self)
         super().__post_init__()
 
     @property
@@ -120,7 +120,8 @@ def _is_implicit(x: Any) -> bool:
     return isinstance(x, ImplicitArray)
 
 
-def _check_shapes(q: LoraArray) -> None:
+def check_shapes(q: LoraArray) -> None:
+    """Raise where the parts of an adapter do not fit each other."""
     batch = q.w.ndim - q.left - q.right
     if q.left < 1 or q.right < 1 or batch < 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What keeps a `LoraArray` low-rank: products, transposes, changes of dtype, lookups. The rest goes dense by policy."""
+"""What keeps a `LoraArray` low-rank: products, transposes, dtypes, slices, lookups. The rest goes dense by policy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict
     (first, first_labels), (second, second_labels) = _order(q, labels["contracted"], labels["a"], labels["b"])
     kept = {*second_labels, *out}
     middle = [label for label in dict.fromkeys((*labels["x"], *first_labels)) if label in kept]
-    # Adapters follow the activations: trained in f32, computed in the dtype of x.
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
+    dtype = _factor_dtype(x, q)
     precision = params.get("precision")
     if isinstance(precision, tuple) and q_first:
         precision = precision[::-1]
@@ -51,6 +50,11 @@ def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict
     return base + update.astype(base.dtype)
 
 
+def _factor_dtype(x: jax.Array, q: LoraArray) -> Any:
+    """Adapters follow the activations: trained in f32, computed in the dtype of x."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
+
+
 def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
     """An operation on the weight. Handlers run outside dispatch, so it is turned on again for an implicit one."""
     return implicit(op)(*operands) if any(isinstance(x, ImplicitArray) for x in operands) else op(*operands)
@@ -60,15 +64,20 @@ def _labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[dic
     """Einsum labels: axis i of w is i, the rank is w.ndim, free axes of x follow. And those of the result."""
     contracting, batching = numbers
     (qc, xc), (qb, xb) = (contracting, batching) if q_first else (contracting[::-1], batching[::-1])
-    batch, rank = q.ndim - q.left - q.right, q.ndim
+    rank = q.ndim
     shared = {**dict(zip(xc, qc, strict=True)), **dict(zip(xb, qb, strict=True))}
     x = [shared.get(axis, rank + 1 + axis) for axis in range(x_ndim)]
-    axes = list(range(q.ndim))
-    a, b = [*axes[: batch + q.left], rank], [*axes[:batch], rank, *axes[batch + q.left :]]
+    axes, (a, b) = range(q.ndim), _axes(q)
     x_kept = [label for label in x if label > rank]
     q_kept = [axis for axis in axes if axis not in (*qc, *qb)]
     out = [*qb, *q_kept, *x_kept] if q_first else [*qb, *x_kept, *q_kept]
     return {"x": x, "a": a, "b": b, "contracted": tuple(qc)}, out
+
+
+def _axes(q: LoraArray) -> tuple[list[int], list[int]]:
+    """Which axes of w the axes of both factors are; the rank is w.ndim."""
+    axes, left, right = list(range(q.ndim)), q.ndim - q.left - q.right, q.ndim - q.right
+    return [*axes[:right], q.ndim], [*axes[:left], q.ndim, *axes[right:]]
 
 
 def _order(q: LoraArray, contracted: Sequence[int], a: list[int], b: list[int]) -> Any:
@@ -78,6 +87,26 @@ def _order(q: LoraArray, contracted: Sequence[int], a: list[int], b: list[int]) 
     )
     pair = (q.a, a), (q.b, b)
     return pair[::-1] if only_right else pair
+
+
+@register("ragged_dot_general")
+def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: jax.Array, **params: Any) -> Any:
+    """Rows of x in groups, each times its own matrix of a stack: two ragged products more, as thin as the rank."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    (x_axes, q_axes), batch = numbers.dot_dimension_numbers
+    ragged = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
+    plain = (tuple(x_axes), tuple(map(tuple, batch)), ragged) == ((1,), ((), ()), ((0,), (0,)))
+    if not plain or (q.ndim, q.left, q.right) != (3, 1, 1) or params.get("group_offset") is not None:
+        return NotImplemented
+    base = _on_base(lambda *operands: default_handler(primitive, *operands, **params), x, q.frozen(), group_sizes)
+    if not jnp.issubdtype(base.dtype, jnp.inexact):
+        return NotImplemented
+    first, second = (q.a, q.b) if tuple(q_axes) == (1,) else (q.b.mT, q.a.mT)
+    dtype = _factor_dtype(x, q)
+    options = {"precision": params.get("precision"), "preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
+    low = lax.ragged_dot(x.astype(dtype), first.astype(dtype), group_sizes, **options)
+    update = lax.ragged_dot((low * q.scale).astype(dtype), second.astype(dtype), group_sizes, **options)
+    return base + update.astype(base.dtype)
 
 
 @register("transpose")
@@ -111,7 +140,33 @@ def convert_element_type(primitive: Any, q: LoraArray, *, new_dtype: Any, **para
     return dataclasses.replace(q, w=converted)
 
 
-# -- lookups of vectors: the rows of an embedding ----------------------------------------------------------------------
+# -- parts: slices, matrices of a stack, the rows of an embedding ------------------------------------------------------
+
+
+@register("slice")
+def slice_(q: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
+    """The same part of the weight and of each factor, along its axes; one row or column comes out dense."""
+    steps = strides or (1,) * q.ndim
+
+    def part(x: Any, axes: Sequence[int]) -> Any:
+        """Of an array whose axis i is axis `axes[i]` of w, or the rank."""
+        cuts = [(start_indices[i], limit_indices[i], steps[i]) if i < q.ndim else (0, q.rank, 1) for i in axes]
+        return lax.slice(x, *zip(*cuts, strict=True))
+
+    sizes = [len(range(*cut)) for cut in zip(start_indices, limit_indices, steps, strict=True)]
+    if _picked_axis(q, sizes) is not None:
+        return dynamic_slice(q, *map(jnp.int32, start_indices), slice_sizes=sizes)
+    w = _on_base(lambda w: part(w, range(q.ndim)), q.w)
+    return dataclasses.replace(q, w=w, a=part(q.a, _axes(q)[0]), b=part(q.b, _axes(q)[1]))
+
+
+@register("squeeze")
+def squeeze(q: LoraArray, *, dimensions: Any, **params: Any) -> Any:
+    """One matrix of a stack."""
+    if any(axis >= q.ndim - q.left - q.right for axis in dimensions):
+        return NotImplemented
+    w = _on_base(lambda w: lax.squeeze(w, dimensions), q.w)
+    return dataclasses.replace(q, w=w, a=lax.squeeze(q.a, dimensions), b=lax.squeeze(q.b, dimensions))
 
 
 @register("gather")

@@ -14,9 +14,10 @@ import numpy as np
 from eformer._errors import UnusedRuleWarning
 from eformer.jaximus import ImplicitArray
 
+from .._formats._input import is_storage
 from .._rules import Rule
 from .._tree.paths import map_tree, open_tree
-from .array import LoraArray
+from .array import LoraArray, check_shapes
 
 
 @jax.tree_util.register_static
@@ -67,6 +68,8 @@ def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
     seen: set[str] = set()
 
     def fill(x: Any) -> Any:
+        if isinstance(x, LoraArray):
+            return _checked(_with_parts(x, x.w, fill(x.a), fill(x.b)), x)
         if not isinstance(x, Hole):
             return x
         if x.name not in trainable:
@@ -74,7 +77,7 @@ def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
         seen.add(x.name)
         return trainable[x.name]
 
-    merged = map_tree(fill, frozen, lambda x: isinstance(x, Hole))
+    merged = map_tree(fill, frozen, lambda x: isinstance(x, (Hole, LoraArray)))
     extra = sorted(set(trainable) - seen)
     if extra:
         raise ValueError(f"the frozen part has no place for {extra[:5]}; both must come from one split_trainable.")
@@ -82,7 +85,12 @@ def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
 
 
 def lora_mask(params: Any) -> Any:
-    """A tree like `params` of booleans, True for the factors of adapters: what `optax.masked` takes, or calls."""
+    """A tree like `params` of booleans, True for the factors of adapters.
+
+    For what treats the two differently: a count, a decay mask, the labels of `optax.multi_transform`. To freeze the
+    rest, `optax.masked` is not enough: it hands updates outside of the mask through as they are, and `apply_updates`
+    adds them. Give those to `optax.set_to_zero`, or train what `split_trainable` returns.
+    """
 
     def mask(leaf: Any) -> Any:
         if not isinstance(leaf, LoraArray):
@@ -105,6 +113,16 @@ def _opened(q: LoraArray, path: str, trainable: dict[str, Any]) -> LoraArray:
 def _with_parts(q: LoraArray, *parts: Any) -> LoraArray:
     """The same array with other parts, which need not be arrays."""
     return LoraArray.tree_unflatten(q.tree_flatten_with_keys()[1], parts)
+
+
+def _checked(filled: LoraArray, opened: LoraArray) -> LoraArray:
+    """Factors that were filled in must fit `w`: of one layer inside a scan, of one device inside `shard_map`."""
+    if is_storage(filled.w, filled.a, filled.b):
+        try:
+            check_shapes(filled)
+        except ValueError as err:
+            raise ValueError(f"{opened.a!r} and {opened.b!r} cannot be filled: {err}") from err
+    return filled
 
 
 def _hole(name: str, value: Any, trainable: dict[str, Any]) -> Hole:

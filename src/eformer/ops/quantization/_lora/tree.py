@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from eformer._errors import UnusedRuleWarning
 
@@ -48,6 +49,7 @@ def add_lora(
     """
     if key is None:
         raise TypeError("add_lora needs key=, for example jax.random.key(0): one factor of every adapter is random.")
+    _check_alpha(alpha)
     ranks, tree, kinds = _ranks(rules, rank), open_tree(params), skipped_kinds(skip)
     used: set[str] = set()
     made: dict[int, Any] = {}
@@ -74,10 +76,16 @@ def add_lora(
 def _ranks(rules: Ranks, rank: int) -> dict[Rule, int | None]:
     pairs = [(rules, rank)] if isinstance(rules, str) else rules.items() if isinstance(rules, Mapping) else None
     ranks = {Rule(p, None): r for p, r in (pairs if pairs is not None else ((p, rank) for p in rules))}
-    wrong = [r for r in ranks.values() if r is not None and (not isinstance(r, int) or r < 1)]
+    wrong = [r for r in ranks.values() if r is not None and (not isinstance(r, int) or isinstance(r, bool) or r < 1)]
     if wrong:
         raise ValueError(f"rank={wrong[0]!r} is not allowed; give a whole number, at least 1, or None for no adapter.")
     return ranks
+
+
+def _check_alpha(alpha: Any) -> None:
+    number = isinstance(alpha, (int, float, np.integer, np.floating)) and not isinstance(alpha, bool)
+    if alpha is not None and not (number and math.isfinite(alpha)):
+        raise ValueError(f"alpha={alpha!r} is not allowed; give a finite number, or None to scale updates by 1.")
 
 
 def _can_have_one(leaf: Leaf, role: Role, skip: frozenset[str]) -> bool:
@@ -90,10 +98,12 @@ def _can_have_one(leaf: Leaf, role: Role, skip: frozenset[str]) -> bool:
 def _adapted(leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dtype: Any) -> LoraArray:
     value = leaf.value
     shape, input_first = tuple(value.shape), role.inputs[0] < role.outputs[0]
-    first, second = (role.inputs, role.outputs) if input_first else (role.outputs, role.inputs)
+    # Behind both: the window of a convolution (out, in, window...), which is summed over as the inputs are.
+    inputs = (*role.inputs, *range(max(*role.inputs, *role.outputs) + 1, 0))
+    first, second = (inputs, role.outputs) if input_first else (role.outputs, inputs)
     batch = len(shape) - len(first) - len(second)
     a, b = (*shape[: batch + len(first)], rank), (*shape[:batch], rank, *shape[batch + len(first) :])
-    fan_in = math.prod(shape[axis] for axis in role.inputs)
+    fan_in = math.prod(shape[axis] for axis in inputs)
     # Of its own path, so that it does not depend on which other leaves have adapters.
     own = jax.random.fold_in(key, zlib.crc32(leaf.path.encode()))
     random = jax.random.normal(own, a if input_first else b, dtype) / math.sqrt(max(fan_in, 1))
