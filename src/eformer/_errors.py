@@ -115,6 +115,14 @@ together (core_ndim={core}).
 This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or
 materialize it first."""
 
+MAPPED_CORE = """\
+jax.vmap maps axes of the arrays that {name} stores, and with these {what} those are not the same axis of the array
+itself. Map the array, with vmap inside of implicit,
+
+    implicit(jax.vmap(f, {what}=...))(q)
+
+or move the axis to the front and map that."""
+
 UNEVEN_BATCH = """\
 the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its
 shape is ambiguous. Map over all children together, or declare `core_ndim` on the class."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eformer.jaximus import implicit, materialize
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
+from eformer.jaximus import SlicedBelowCoreError, implicit, materialize
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, quantize
 
 ARRAYS = {
     "nf4": lambda w: ArrayNF4.quantize(w, 8, axis=-1),
@@ -53,3 +53,51 @@ def test_what_arrays_refuse_is_refused_alike(q) -> None:
         assert str(ours.value).splitlines()[0] == str(plain.value).splitlines()[0]
     with pytest.raises(ValueError, match=r"512 values of shape \(16, 32\) cannot be reshaped to \(5, 5\)"):
         implicit(lambda a: lax.reshape(a, (5, 5)))(q)
+
+
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_vmap_around_the_stored_arrays(name: str, axis: int, key: jax.Array) -> None:
+    """Along any axis plain vmap gives the right values or refuses; inside of implicit it is right."""
+    make = {
+        "nf4": lambda w: ArrayNF4.quantize(w, 8, axis=axis),
+        "int8": lambda w: Array8B.quantize(w, axis=axis),
+        "ternary": lambda w: Array1B.quantize(jnp.sign(w), axis=axis),
+    }[name]
+    q = make(jax.random.normal(key, (8, 8, 8)))
+    dense = q.materialize()
+    mapped = {"in": [], "out": []}
+    for at in range(-3, 3):
+        sums, same = jax.vmap(lambda r: r.sum(-1), in_axes=at), jax.vmap(lambda r: r, out_axes=at)
+        for kind, program in (("in", sums), ("out", same)):
+            if kind == "in":
+                assert jnp.allclose(implicit(program)(q), program(dense), atol=1e-5), at
+            try:
+                got = materialize(program(q))
+            except (SlicedBelowCoreError, ValueError):  # the second where JAX finds sizes that do not fit
+                continue
+            np.testing.assert_allclose(got, program(dense), atol=1e-5, err_msg=f"{kind} {at}")
+            mapped[kind].append(at)
+    if axis != -3 and name != "int8":
+        assert 0 in mapped["in"]
+        assert 0 in mapped["out"]
+
+
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])
+def test_straight_through_by_hand(fmt: str, key: jax.Array) -> None:
+    """The encoder is a step function: of `w + stop_gradient(q - w)` only the first term counts."""
+    w = jax.random.normal(key, (16, 32))
+    rounded = quantize(w, dtype=fmt).materialize()
+    grad = jax.grad(lambda w: jnp.sum((w + lax.stop_gradient(quantize(w, dtype=fmt).materialize() - w)) ** 3))(w)
+    np.testing.assert_allclose(grad, 3 * rounded**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])
+def test_without_jit(fmt: str, key: jax.Array) -> None:
+    q = quantize(jax.random.normal(key, (256, 96)), dtype=fmt)
+    x, rows = jax.random.normal(key, (3, 256)), jnp.array([3, 250])
+    programs = (lambda x, q: x @ q, lambda x, q: jax.grad(lambda x: (x @ q).sum())(x), lambda x, q: q[rows] * 2.0)
+    expected = [program(x, q.materialize()) for program in programs]
+    with jax.disable_jit():
+        for program, want in zip(programs, expected, strict=True):
+            np.testing.assert_allclose(materialize(program(x, q)), want, rtol=1e-5, atol=1e-4)

@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import _errors as errors
 from .. import _jax_compat as compat
-from . import _aval, _fallback
+from . import _aval, _fallback, _mapped
 from ._box import box
 from ._fields import AUX, DECLARED, Note, layout, replaceable_fields
 from ._operators import ArrayOperators
@@ -238,7 +238,12 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         state["_note"], state["_aux"] = note, aux_data
         state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))
         state["_settled"] = state["_sealed"] = True
+        _mapped.check(self)
         return self
+
+    def stores_axis_in_place(self, axis: int, ndim: int) -> bool:
+        """Is `axis` of an array of `ndim` axes, that this is one of many of, the same axis of every child?"""
+        return self.core_ndim is None or axis < ndim - self.core_ndim
 
     # -- the array protocol --------------------------------------------------------------------------------------------
 

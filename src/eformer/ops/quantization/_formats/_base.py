@@ -73,6 +73,10 @@ class QuantizedArray(ImplicitArray, frozen=True):
         """Axes in front of the blocked one are axes of every part, so they are batch axes."""
         return 0 if self.blocked is None else -self.blocked
 
+    def stores_axis_in_place(self, axis: int, ndim: int) -> bool:
+        """Free axes keep their places up to the blocked one, which is moved behind them."""
+        return self.blocked is None or axis < ndim + self.blocked
+
     def part(self, part: Part) -> Any:
         """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
         array = getattr(self, part.field)

@@ -192,6 +192,8 @@ def dynamic_slice(q: LoraArray, *starts: jax.Array, slice_sizes: Any, **params: 
     axis = _picked_axis(q, slice_sizes)
     if axis is None:
         return NotImplemented
+    # As the operation does it: the function of that name counts a negative start from the end, once more.
+    starts = tuple(jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, slice_sizes, strict=True))
     base = _on_base(lambda w: lax.dynamic_slice(w, starts, slice_sizes), q.frozen())
     one = lax.dynamic_slice_in_dim(q.b if axis else q.a, starts[axis], 1, axis)
     return _sum(base, q.scale * (q.a @ one if axis else one @ q.b))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from eformer import _jax_compat as compat
 from eformer.jaximus import aux_field
@@ -186,7 +187,8 @@ class Array1B(QuantizedArray):
         if isinstance(threshold, (int, float)) and not threshold >= 0:
             raise ValueError(f"{threshold=} is not allowed: give a magnitude of at least 0, or None for 0.5 * std.")
         at = _input.checked_axis(axis, array.ndim)
-        weight, scales = codec.encode(array, threshold, kind=kind, axis=at, scale=scale)
+        # Like the other encoders a step function: its derivative is zero, not the scale's alone.
+        weight, scales = lax.stop_gradient(codec.encode(array, threshold, kind=kind, axis=at, scale=scale))
         if scales is not None and scale == "tensor":  # one entry per row, so that rows can be sliced
             scales = jnp.broadcast_to(scales, (*weight.shape[:-1], 1))
         pad = weight.shape[-1] * (8 // codec.BITS[kind]) - array.shape[at]
