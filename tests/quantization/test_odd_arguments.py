@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,3 +103,24 @@ def test_without_jit(fmt: str, key: jax.Array) -> None:
     with jax.disable_jit():
         for program, want in zip(programs, expected, strict=True):
             np.testing.assert_allclose(materialize(program(x, q)), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])
+def test_strict_promotion(fmt: str, kernels: bool, key: jax.Array) -> None:
+    """Nothing of ours leans on the promotions that users can turn off."""
+    q = dataclasses.replace(quantize(jax.random.normal(key, (192, 256)), dtype=fmt), use_kernel=kernels)
+    stack = dataclasses.replace(quantize(jax.random.normal(key, (2, 64, 32)), dtype=fmt), use_kernel=kernels)
+    x, xs, tokens = jnp.ones((1, 192)), jnp.ones((6, 64)), jnp.array([[1, 2], [3, 4]])
+    programs = (
+        lambda q: x @ q,
+        lambda q: jax.grad(lambda x: (x @ q).sum())(x),
+        lambda q: q[tokens] * 2.0,
+        lambda q: q[:, tokens] * 2.0,
+        lambda q: lax.ragged_dot(xs, stack if q is not dense else stack.materialize(), jnp.array([2, 4])),
+    )
+    dense = q.materialize()
+    expected = [program(dense) for program in programs]
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for program, want in zip(programs, expected, strict=True):
+            np.testing.assert_allclose(materialize(implicit(program)(q)), want, rtol=1e-5, atol=1e-4)

@@ -24,7 +24,7 @@ def check(q: Any) -> None:
     children = [q.__dict__[name] for name in layout(type(q)).children]
     leaves = [x for x in jtu.tree_leaves(children, is_leaf=_is_implicit) if not _is_implicit(x)]
     if what == "in_axes":
-        axes, ndim = {compat.vmapped_axis(leaf) for leaf in leaves} - {None}, q.ndim + 1
+        axes, ndim = {axis for leaf in leaves if (axis := compat.vmapped_axis(leaf)) is not None}, q.ndim + 1
     else:
         out = compat.vmap_out_axes()
         axes, ndim = set() if out is None else {out % leaf.ndim for leaf in leaves}, q.ndim

@@ -187,7 +187,7 @@ def _tiles(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     number = jnp.arange(count, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), groups - 1).astype(jnp.int32)
     first = (last_row - sizes)[group] + (number - (last_tile - tiles)[group]) * height
-    rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)
+    rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
     exists = (rows < last_row[group][:, None]) & (number < last_tile[-1])[:, None]
     return group, jnp.where(exists, rows, m)
 

@@ -43,7 +43,7 @@ def unpack(codes: jax.Array, fmt: str) -> jax.Array:
     count = PER_CODE[fmt]
     bits = 8 // count
     shifts = jnp.arange(count - 1, -1, -1, dtype=jnp.uint8) * bits
-    parts = (codes[..., None] >> shifts) & jnp.uint8(2**bits - 1)
+    parts = (codes[..., None] >> shifts.reshape((1,) * codes.ndim + (count,))) & jnp.uint8(2**bits - 1)
     return parts.reshape(*codes.shape[:-1], codes.shape[-1] * count)
 
 

@@ -120,7 +120,8 @@ class ArrayNF4(QuantizedArray):
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
         packed = self.packed.reshape(*self.packed.shape[:-2], -1)
-        codes = jnp.take(packed, index // 2, axis=-1) >> (4 * (1 - index % 2)).astype(jnp.uint8) & 15
+        taken = jnp.take(packed, index // 2, axis=-1)
+        codes = taken >> jnp.broadcast_to(4 * (1 - index % 2), taken.shape).astype(jnp.uint8) & 15
         absmax = jnp.take(self.frozen_scale(), index // self.block_size, axis=-1)
         return jnp.asarray(codec.CODEBOOK)[codes] * absmax
 

@@ -116,15 +116,16 @@ class Array1B(QuantizedArray):
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
         per_byte = 8 // self.bits
-        shift = (8 - self.bits * (1 + index % per_byte)).astype(jnp.uint8)
-        field = jnp.take(self.weight, index // per_byte, axis=-1) >> shift & (2**self.bits - 1)
+        taken = jnp.take(self.weight, index // per_byte, axis=-1)
+        shift = jnp.broadcast_to(8 - self.bits * (1 + index % per_byte), taken.shape).astype(jnp.uint8)
+        field = taken >> shift & (2**self.bits - 1)
         codes = field.astype(jnp.int8) - 1 if self.bits == 2 else 2 * field.astype(jnp.int8) - 1
         scale = self.frozen_scale()
         if scale is None:
             return codes
         shared = scale.shape[-1] == 1
         scale = jnp.take(scale, jnp.zeros_like(index) if shared else index, axis=-1)
-        return codes * scale
+        return codes.astype(scale.dtype) * scale
 
     def kernel_operands(self) -> tuple[jax.Array, Any]:
         return self.weight, self.scale

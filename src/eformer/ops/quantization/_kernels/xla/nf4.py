@@ -62,7 +62,7 @@ def one_row(x: jax.Array, codes: jax.Array, absmax: jax.Array) -> jax.Array:
     tables = lax.optimization_barrier([lookup(jnp.arange(256, dtype=jnp.uint8), s, x.dtype) for s in _SHIFTS])
 
     def chain(places: range) -> jax.Array:
-        terms = [_pick(table, codes[..., p]) * xs[:, p, i] for p in places for i, table in enumerate(tables)]
+        terms = [_pick(table, codes[..., p]) * xs[None, :, p, i] for p in places for i, table in enumerate(tables)]
         return functools.reduce(operator.add, terms)
 
     chains = [chain(range(first, min(first + _CHAIN, length))) for first in range(0, length, _CHAIN)]

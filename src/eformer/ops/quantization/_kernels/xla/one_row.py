@@ -39,7 +39,9 @@ def dot_form(x: jax.Array, codes: jax.Array, planes: Planes, *, parts: int, prec
     y = jnp.zeros((rows, 1), x.dtype)
     for begin in range(0, whole, step):
         windows = [slice(u, u + _LANES) for u in range(begin, min(begin + step, whole), _LANES)]
-        terms = [value * part[w] for w in windows for value, part in zip(planes(codes[:, w], None), xs, strict=True)]
+        terms = [
+            value * part[None, w] for w in windows for value, part in zip(planes(codes[:, w], None), xs, strict=True)
+        ]
         # The barrier keeps XLA from merging the loops into one again.
         y = y + times_ones(lax.optimization_barrier(functools.reduce(operator.add, terms)), 1)
     if whole < count:
