@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 
 from eformer.jaximus import SlicedBelowCoreError, implicit, materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, quantize
+from eformer.ops.quantization.kernels import export_checks
 
 ARRAYS = {
     "nf4": lambda w: ArrayNF4.quantize(w, 8, axis=-1),
@@ -124,3 +125,17 @@ def test_strict_promotion(fmt: str, kernels: bool, key: jax.Array) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         for program, want in zip(programs, expected, strict=True):
             np.testing.assert_allclose(materialize(implicit(program)(q)), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])
+def test_exported_for_any_batch_size(fmt: str, key: jax.Array) -> None:
+    q = quantize(jax.random.normal(key, (192, 256)), dtype=fmt)
+    (batch,) = export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 192), jnp.float32)
+    program = jax.jit(lambda x, q: x @ q)
+    for kernels, options in ((True, {"disabled_checks": export_checks()}), (False, {})):
+        chosen = dataclasses.replace(q, use_kernel=kernels)
+        exported = export.export(program, **options)(x, chosen)
+        for m in (1, 5):
+            some = jax.random.normal(key, (m, 192))
+            np.testing.assert_allclose(exported.call(some, chosen), some @ q.materialize(), rtol=1e-5, atol=1e-4)

@@ -15,5 +15,8 @@ LARGEST_LOOKUP: dict[str, int] = {"int8": 1 << 20, "ternary": 1 << 19, "binary":
 
 
 def threads_for(work: int) -> int:
-    """The `threads` attribute for a number of multiplications: 1 on the calling thread, 0 on XLA's pool."""
-    return 1 if work <= INLINE else 0
+    """The `threads` attribute for a number of multiplications: 1 on the calling thread, 0 on XLA's pool.
+
+    A number that is not known yet (a program exported for any batch size) takes the pool.
+    """
+    return 1 if isinstance(work, int) and work <= INLINE else 0
