@@ -216,6 +216,21 @@ def test_errors_name_the_leaf():
     assert any("head/kernel" in note for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="nf5"):
         quantize_tree(model(), "nf5")
+    with pytest.raises(ValueError, match=r"min_size=-5 is not allowed; .* 0 or more"):
+        quantize_tree(model(), min_size=-5)
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_arrays_of_any_byte_order(abstract: bool):
+    """As some files of NumPy and of Fortran programs have them."""
+    dense = {"a": {"kernel": np.random.default_rng(0).normal(size=(64, 64))}}
+    for dtype in ("f4", "f2", "f8"):
+        foreign, native = (jax.tree.map(lambda x, o=order: x.astype(o + dtype), dense) for order in "><")  # noqa: B023
+        made, wanted = (quantize_tree(tree, abstract=abstract) for tree in (foreign, native))
+        assert isinstance(made["a"]["kernel"], ArrayNF4)
+        assert jax.tree.structure(made) == jax.tree.structure(wanted)
+        if not abstract:
+            same(made, wanted)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from ._mapped import MappedFile
 from ._pieces import Bounds, Piece, Whole
 from ._placement import sharding_on
 from ._processes import agree, exchange
-from ._save import checked_metadata, commit_pieces, shard_names
+from ._save import check_target, checked_metadata, commit_pieces, shard_names
 from ._sets import index_path, open_set
 from ._structure import unused
 
@@ -59,7 +59,7 @@ def save_distributed(
     what, count = f"save {path.name}", jax.process_count()
     tag = _agree_on_tree(what, contents, timeout)
     name = shard_names(path, count, tag)[jax.process_index()]
-    _together(what, timeout, lambda: _write_own(path.with_name(name), contents))
+    _together(what, timeout, lambda: _write_own(path, name, contents))
     _together(f"{what}, commit", timeout, lambda: _commit(path, contents, shard_names(path, count, tag), extra))
     return index_path(path)
 
@@ -87,7 +87,7 @@ def load_distributed(
     ...     load_distributed(file, mesh, {"up": PartitionSpec(None, "model")})["up"]
     ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
     """
-    pairs: Any = list((specs.items() if isinstance(specs, Mapping) else specs) or ())
+    pairs = _pairs(specs)
     checkpoint = _Placed(path, mesh, pairs)
     view = [sorted(mesh.shape.items()), [(p, str(s)) for p, s in pairs], checkpoint.identity()]
     agree(f"what processes load from {Path(path).name}", exchange(f"load {path}", json.dumps(view), timeout))
@@ -133,19 +133,21 @@ def _together(what: str, timeout: float, work: Any) -> None:
             raise ProcessError(f"{what}: process {process} failed: {word}")
 
 
-def _write_own(path: Path, contents: Contents) -> None:
-    """The file of this process: the pieces of every tensor that it is to write."""
+def _write_own(path: Path, name: str, contents: Contents) -> None:
+    """The file of this process, of that name beside the others: the pieces of every tensor that it is to write."""
+    check_target(path)
+    own = path.with_name(name)
     taken: set[str] = set()
     arrays: dict[str, np.ndarray] = {}
     places: dict[str, tuple[str, Bounds]] = {}
     for leaf in contents.leaves:
         for tensor, array in leaf.tensors.items():
             for bounds, data in _own_pieces(array):
-                name = unused(f"{tensor}[{','.join(f'{a}:{b}' for a, b in bounds)}]", taken)
-                arrays[name], places[name] = as_stored(np.asarray(data)), (tensor, bounds)
-    entries = arrange([Tensor(name, array.dtype, array.shape) for name, array in arrays.items()])
+                piece = unused(f"{tensor}[{','.join(f'{a}:{b}' for a, b in bounds)}]", taken)
+                arrays[piece], places[piece] = as_stored(np.asarray(data)), (tensor, bounds)
+    entries = arrange([Tensor(piece, array.dtype, array.shape) for piece, array in arrays.items()])
     described = {"version": _contents.VERSION, "places": places}
-    with about(path), atomic_file(path) as file:
+    with about(own), atomic_file(own) as file:
         file.write(build_header(entries, {KEY: _contents.dumped(described)}))
         for entry in entries:
             file.write(raw_bytes(arrays[entry.name]))
@@ -184,6 +186,20 @@ def _commit(path: Path, contents: Contents, names: Sequence[str], extra: Mapping
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def _pairs(specs: Any) -> list[Any]:
+    """The patterns and their specs, in order."""
+    if isinstance(specs, (PartitionSpec, str)):  # both would pass for a list
+        raise TypeError(
+            f"specs={specs!r} names no leaves; give patterns and their specs, such as {{'*.kernel': "
+            f"{specs if isinstance(specs, PartitionSpec) else PartitionSpec()!r}}}."
+        )
+    pairs: list[Any] = list((specs.items() if isinstance(specs, Mapping) else specs) or ())
+    wrong = [pair for pair in pairs if not (isinstance(pair, (tuple, list)) and len(pair) == 2)]
+    if wrong:
+        raise TypeError(f"specs= holds {wrong[0]!r}; allowed are pairs (pattern, PartitionSpec), or a mapping of them.")
+    return pairs
 
 
 class _Placed(LazyCheckpoint):

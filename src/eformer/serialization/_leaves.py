@@ -18,7 +18,7 @@ from eformer._errors import CheckpointError, UninitializedAval
 from eformer.jaximus import ImplicitArray
 
 from . import _values
-from ._dtypes import CODES, named_dtype
+from ._dtypes import CODES, fits_jax, named_dtype
 from ._header import check_shape
 from ._types import type_named, type_of
 
@@ -134,11 +134,18 @@ def _restore_implicit(description: dict[str, Any], fetch: Fetch) -> Any:
     except CheckpointError:
         raise
     except _REFUSALS as err:
-        raise CheckpointError(f"does not make a {saved.cls.__name__}: {str(err)[:500]}") from err
+        what = f"does not make a {saved.cls.__name__}: {str(err)[:500]}"
+        raise CheckpointError(what, fix=_wider(dtype)) from err
     if found != (tuple(shape), dtype):  # pyright: ignore[reportArgumentType]
         what = f"is described as {dtype}{shape}, but its parts make {found[1]}{list(found[0])}."
-        raise CheckpointError(what)
+        raise CheckpointError(what, fix=_wider(dtype))
     return made
+
+
+def _wider(dtype: np.dtype) -> str:
+    """What to do about a dtype that JAX does not hold as it is set up now."""
+    how = 'jax.config.update("jax_enable_x64", True), or JAX_ENABLE_X64=1 in the environment'
+    return "" if fits_jax(dtype) else f"JAX holds {dtype} with jax_enable_x64 only: {how}, before loading."
 
 
 def _restore_array(description: dict[str, Any], fetch: Fetch) -> Any:

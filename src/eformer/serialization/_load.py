@@ -89,8 +89,12 @@ def _checked(value: Any, leaf: Any, name: str, checkpoint: NamedLeaves, strict: 
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return value
     found, wanted = (getattr(value, "shape", None), leaf.shape), (getattr(value, "dtype", None), leaf.dtype)
-    if found[0] is None or tuple(found[0]) != tuple(found[1]):
-        what = f"has the shape {list(found[0] or ())}, but like= has {list(found[1])}."
+    if found[0] is None:
+        what = f"is {value!r:.100} of type {type(value).__name__}, but like= has an array of shape {list(found[1])}."
+        fix = f"Put a Python {type(value).__name__}, or anything else without a shape, in its place."
+        raise CheckpointError(what, file=checkpoint.path, tensor=name, fix=fix)
+    if tuple(found[0]) != tuple(found[1]):
+        what = f"has the shape {list(found[0])}, but like= has {list(found[1])}."
         raise CheckpointError(what, file=checkpoint.path, tensor=name)
     if strict and wanted[0] != wanted[1]:
         raise CheckpointError(

@@ -49,6 +49,7 @@ def save(
     """
     path = Path(path)
     extra = checked_metadata(metadata)
+    check_target(path)
     with about(path):
         contents = _contents.contents_of(tree)
     shards = [*shards_of(contents.leaves, max_shard_size)] if max_shard_size is not None else [contents.leaves]
@@ -73,6 +74,15 @@ def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     if not all(isinstance(k, str) and isinstance(v, str) for k, v in extra.items()) or KEY in extra:
         raise CheckpointError(f"metadata must map strings to strings and not use the key {KEY!r}, got {metadata!r}.")
     return extra
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path no file can have, before any work is done."""
+    if path.is_dir():
+        raise CheckpointError("is a folder.", file=path, fix=f"Name a file in it, such as {path / f'model{SUFFIX}'}.")
+    if not path.parent.is_dir():
+        what = f"cannot be written: there is no folder {path.parent}."
+        raise CheckpointError(what, file=path, fix="Create that folder first.")
 
 
 def byte_count(size: int | str) -> int:

@@ -71,7 +71,17 @@ class FileSet:
 
 def open_set(path: str | os.PathLike[str]) -> FileSet:
     """Open the checkpoint at a path: a file, an index, the name both would have, or a folder that holds one."""
-    path = _find(Path(path))
+    try:
+        return _open_set(_find(Path(path)))
+    except (CheckpointError, FileNotFoundError) as err:
+        gone = err.__cause__ if isinstance(err, CheckpointError) else err
+        if not isinstance(gone, FileNotFoundError):
+            raise
+    # Somebody may have saved anew meanwhile, and removed the files that the index just read had named.
+    return _open_set(_find(Path(path)))
+
+
+def _open_set(path: Path) -> FileSet:
     if not path.name.endswith(INDEX_SUFFIX):
         file = MappedFile(path)
         described = _contents.loaded(file.header.metadata.get(KEY), path)

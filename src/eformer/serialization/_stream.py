@@ -25,7 +25,7 @@ from . import _contents
 from ._contents import KEY, Contents, Leaf, about, described_leaf
 from ._mapped import aligned_empty
 from ._output import Output
-from ._save import checked_metadata, shards_of
+from ._save import check_target, checked_metadata, shards_of
 from ._sets import index_path
 from ._source import Source, SourceLeaf, open_source
 
@@ -133,6 +133,7 @@ def quantize_file(
 
 def _open(source: str | os.PathLike[str], target: Path) -> Source:
     opened = open_source(source)
+    check_target(target)
     # The index too: committing the target removes the files of an earlier checkpoint of that name.
     if {p.resolve() for p in opened.paths} & {target.resolve(), index_path(target).resolve()}:
         raise CheckpointError("is the source too; write to another file.", file=target)

@@ -46,6 +46,8 @@ def plan(
         rules, default = None, rules
     ordered, fallback = Rules({} if rules is None else rules), recipe(default)
     kinds = skipped_kinds(skip)
+    if min_size < 0:
+        raise ValueError(f"min_size={min_size} is not allowed; give a number of values, 0 or more.")
     decisions, obstacles = [], {}
     for leaf, role in zip(leaves, roles_of(leaves), strict=True):
         rule = ordered.first(leaf.path)

@@ -151,8 +151,8 @@ def _quantized(decision: Decision, donate: bool) -> Any:
     if recipe is None:
         raise ValueError(f"{decision.leaf.path!r} is not to be quantized: {decision.reason}.")
     ours = not isinstance(value, jax.Array)  # a copy on the device that nobody else holds
-    dense = jnp.asarray(value) if ours else value
     try:
+        dense = jnp.asarray(np.asarray(value, _native(value))) if ours else value
         made = encode(recipe, dense, decision.role.batch)
     except (TypeError, ValueError) as err:
         err.add_note(f"while quantizing {decision.leaf.path!r} as {recipe}")
@@ -163,13 +163,18 @@ def _quantized(decision: Decision, donate: bool) -> Any:
     return made
 
 
+def _native(value: Any) -> np.dtype:
+    """The dtype of an array in the byte order of this machine, the only one JAX knows."""
+    return np.dtype(value.dtype).newbyteorder("=")
+
+
 def _abstract(decision: Decision) -> Any:
     value, recipe = decision.leaf.value, decision.recipe
     if isinstance(value, ImplicitArray) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return jax.tree.map(_struct, value) if isinstance(value, ImplicitArray) else value
     if recipe is None:
         return _struct(value)
-    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(_native(value))
     return jax.eval_shape(lambda w: encode(recipe, w, decision.role.batch), jax.ShapeDtypeStruct(value.shape, dtype))
 
 
