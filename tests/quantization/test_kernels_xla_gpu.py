@@ -154,3 +154,12 @@ def test_cpu_programs_are_as_they_were() -> None:
     text = jax.jit(lambda x: case.product(x, preference="xla")).lower(jnp.ones((2, 512))).as_text()
     assert "stablehlo.while" in text
     assert "cpu" not in gpu.PLATFORMS
+
+
+@pytest.mark.parametrize("fmt", ["ternary", "binary"])
+def test_four_bits_are_multiplied_with_16_bit_values_only(fmt: str) -> None:
+    """XLA 0.11 gives wrong products of four-bit integers and float32 in the highest precision."""
+    case = make_case(np.random.default_rng(27), fmt, 64, 64)
+    for dtype, held in ((jnp.bfloat16, True), (jnp.float32, False)):
+        text = jax.jit(lambda x: product(case, x, "dot")).lower(jnp.ones((8, 64), dtype)).as_text()
+        assert ("xi4>" in text) == held, dtype

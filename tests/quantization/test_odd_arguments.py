@@ -139,3 +139,6 @@ def test_exported_for_any_batch_size(fmt: str, key: jax.Array) -> None:
         for m in (1, 5):
             some = jax.random.normal(key, (m, 192))
             np.testing.assert_allclose(exported.call(some, chosen), some @ q.materialize(), rtol=1e-5, atol=1e-4)
+    # Kernels of other platforms are chosen by the number of rows: one that is not known takes XLA's path.
+    assert "tpu_custom_call" not in export.export(program, platforms=("tpu",))(x, q).mlir_module()
+    assert export.export(program, platforms=("cuda",))(x, q).platforms == ("cuda",)

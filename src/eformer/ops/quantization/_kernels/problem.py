@@ -97,6 +97,10 @@ class Problem:
         wide = np.dtype(np.float64)
         return wide if wide in (self.x_dtype, self.spec.out_dtype) else np.dtype(np.float32)
 
+    def has_at_most(self, rows: int) -> bool:
+        """Has x so few rows? Not where their number is a symbol, in a program exported for any of them."""
+        return isinstance(self.m, int) and self.m <= rows
+
     def single(self) -> Problem:
         """The same problem without its batch axes."""
         return dataclasses.replace(self, batch=())

@@ -39,6 +39,8 @@ def refuses_machine(platform: str) -> str | None:
 
 def _refuses_types(problem: Problem) -> str | None:
     spec = problem.spec
+    if not isinstance(problem.m, int):
+        return f"x has {problem.m} rows, a number that is not known yet, and its kernels are chosen by it"
     if 0 in (*problem.batch, problem.m, problem.rows, problem.cols):
         return "nothing to multiply"
     if isinstance(spec.precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):

@@ -55,6 +55,8 @@ def chip_kind() -> str:
 def refuses_operands(problem: Problem) -> str | None:
     """Whatever the platform: the kernels can be interpreted anywhere."""
     spec = problem.spec
+    if not isinstance(problem.m, int):
+        return f"x has {problem.m} rows, a number that is not known yet, and its tiles depend on it"
     if 0 in (*problem.batch, problem.m, problem.rows, problem.cols):
         return "nothing to multiply"
     if isinstance(spec.precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):

@@ -45,9 +45,9 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
     x = x.astype(wide) if before is None else x.astype(wide) * before
     if 0 in (problem.m, problem.rows, spec.cols):
         return jnp.zeros((problem.m, problem.rows if spec.form == "dot" else spec.cols), spec.out_dtype)
-    if spec.form == "dot" and problem.m <= MOST_DOT[spec.fmt]:
+    if spec.form == "dot" and problem.has_at_most(MOST_DOT[spec.fmt]):
         return gpu_sums.rows_of_codes(x, codes, inside, after, fmt=spec.fmt).astype(spec.out_dtype)
-    if spec.form == "axpy" and problem.m <= MOST_AXPY and gpu_sums.folds(problem.rows, spec.fmt):
+    if spec.form == "axpy" and problem.has_at_most(MOST_AXPY) and gpu_sums.folds(problem.rows, spec.fmt):
         y = gpu_sums.columns_of_codes(x, codes, inside, fmt=spec.fmt, cols=spec.cols)
     else:
         y = _decode_first(problem, x, codes, inside)
@@ -55,7 +55,7 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
 
 
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
-    large = problem.m <= FEW and problem.rows * problem.cols >= LARGE
+    large = problem.has_at_most(FEW) and problem.rows * problem.cols >= LARGE
     if problem.fmt != "nf4" or not large:
         return _decode_and_multiply(problem, x, codes, scale)
     edges = sorted({problem.rows * part // PARTS for part in range(PARTS + 1)})
@@ -83,11 +83,12 @@ def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale
 
 def _kept_as(problem: Problem, scale: Any, operand: Any) -> Any:
     """The type decoded values are kept in until they are multiplied."""
-    if problem.fmt == "nf4" or scale is not None or problem.m > MOST_INTEGERS:
+    if problem.fmt == "nf4" or scale is not None or not problem.has_at_most(MOST_INTEGERS):
         return operand
-    # Triton reads four bits only along the contracted axis, and only on NVIDIA GPUs was that measured.
+    # Triton reads four bits only along the contracted axis, and only on NVIDIA GPUs was that measured. With float32 and
+    # the highest precision XLA 0.11 multiplies them wrongly where that axis is short.
     packed = problem.fmt != "int8" and problem.spec.form == "dot" and problem.platform != "rocm"
-    return jnp.int4 if packed else jnp.int8
+    return jnp.int4 if packed and operand.itemsize == 2 else jnp.int8
 
 
 def _decoded(codes: jax.Array, scale: Any, fmt: str, dtype: Any, wide: Any) -> jax.Array:

@@ -73,7 +73,7 @@ def rows_of_codes(x: jax.Array, codes: jax.Array, scale: Any, after: Any, *, fmt
     after = None if after is None else after.reshape(-1, *[1] * len(positions))
 
     def terms(row: int) -> jax.Array:
-        total = functools.reduce(operator.add, [value * parts[row, ..., i] for i, value in enumerate(decoded)])
+        total = functools.reduce(operator.add, [value * parts[row, ..., i][None] for i, value in enumerate(decoded)])
         return total if after is None else total * after
 
     return jnp.stack(_sums([terms(row) for row in range(m)], tuple(range(1, codes.ndim))))

@@ -12,7 +12,6 @@ _SMALLEST, _LARGEST = 32, 4096
 
 def panel_rows(problem: Problem) -> int:
     """Rows per panel: the power of two that fits the budget."""
-    few = isinstance(problem.m, int) and problem.m < _MANY  # it may be a symbol, for any number
-    budget = _PANEL_BYTES if few else _PANEL_BYTES_MANY
+    budget = _PANEL_BYTES if problem.has_at_most(_MANY - 1) else _PANEL_BYTES_MANY
     fitting = budget // (problem.compute_dtype.itemsize * max(problem.cols, 1))
     return min(max(1 << max(fitting.bit_length() - 1, 0), _SMALLEST), _LARGEST)
