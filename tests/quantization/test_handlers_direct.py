@@ -42,7 +42,7 @@ def dense(value: Any) -> Any:
     return value.materialize() if isinstance(value, ImplicitArray) else value
 
 
-def same(got: Any, want: jax.Array, rtol: float = 0.0) -> None:
+def assert_same(got: Any, want: jax.Array, rtol: float = 0.0) -> None:
     got = dense(got)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     np.testing.assert_allclose(np.asarray(got, "f8"), np.asarray(want, "f8"), rtol=rtol, atol=rtol)
@@ -73,15 +73,15 @@ def test_shape_handlers_take_what_lax_takes(tag: str) -> None:
     for name, public, args, params, kept in cases:
         want = public(q.materialize(), *args, **params)
         got = call(name, q, *args, **params)
-        same(got, want)
+        assert_same(got, want)
         if kept:
             assert type(got) is type(q), (name, args, params)
-        same(call(name, q.materialize(), *args, **params), want)
+        assert_same(call(name, q.materialize(), *args, **params), want)
     for operands in ([q, q], [q, W], [W, W], [q]):
         want = lax.concatenate([dense(o) for o in operands], 0)
-        same(call("concatenate_{}_operands", operands, 0), want)
-        same(call("concatenate_{}_operands", *operands, 0), want)
-        same(call("concatenate_{}_operands", tuple(operands), dimension=0), want)
+        assert_same(call("concatenate_{}_operands", operands, 0), want)
+        assert_same(call("concatenate_{}_operands", *operands, 0), want)
+        assert_same(call("concatenate_{}_operands", tuple(operands), dimension=0), want)
     assert type(call("concatenate_{}_operands", [q, q], 0 if tag == "8bit" else 1)) is type(q)
 
 
@@ -97,20 +97,20 @@ def test_products_and_reductions_take_what_lax_takes(tag: str) -> None:
             ((), {"dimension_numbers": DOT}),
             ((DOT,), {"preferred_element_type": jnp.float32}),
         ):
-            same(call("dot_general_{}_lhs_rhs", lhs, rhs, *args, **params), want, rtol=2e-4)
-            same(jax.jit(lambda a, b, k=(args, params): call("dot_general_{}_lhs_rhs", a, b, *k[0], **k[1]))(lhs, rhs),
+            assert_same(call("dot_general_{}_lhs_rhs", lhs, rhs, *args, **params), want, rtol=2e-4)
+            assert_same(jax.jit(lambda a, b, k=(args, params): call("dot_general_{}_lhs_rhs", a, b, *k[0], **k[1]))(lhs, rhs),
                  want, rtol=2e-4)  # fmt: skip
     kernel = MADE[tag](normal(seeded("kernel"), 16, 4, 3))
     image = normal(seeded("image"), 2, 4, 10)
     want = lax.conv_general_dilated(image, kernel.materialize(), (1,), "SAME")
-    same(call("conv_general_dilated_{}_lhs_rhs", image, kernel, (1,), "SAME"), want)
+    assert_same(call("conv_general_dilated_{}_lhs_rhs", image, kernel, (1,), "SAME"), want)
     named = {"window_strides": (1,), "padding": "SAME"}
-    same(call("conv_general_dilated_{}_lhs_rhs", image, kernel, **named), want)
+    assert_same(call("conv_general_dilated_{}_lhs_rhs", image, kernel, **named), want)
     for init in (0.0, jnp.float32(0)):
         want = lax.reduce(d, init, lax.add, (0,))
-        same(call("reduce_{}_operand_init_value", q, init, lax.add, (0,)), want, rtol=1e-6)
+        assert_same(call("reduce_{}_operand_init_value", q, init, lax.add, (0,)), want, rtol=1e-6)
         named = {"computation": lax.add, "dimensions": (0,)}
-        same(call("reduce_{}_operand_init_value", q, init, **named), want, rtol=1e-6)
+        assert_same(call("reduce_{}_operand_init_value", q, init, **named), want, rtol=1e-6)
 
 
 @tags
@@ -123,17 +123,17 @@ def test_numbers_are_weak(tag: str) -> None:
         for number in (2, 2.5, True):
             for name, same_as in (("add", jnp.add), ("lt", jnp.less), ("max", jnp.maximum), ("mul", jnp.multiply)):
                 for pair in ((a, number), (number, a), (d, number)):
-                    same(call(name + "_{}_xy", *pair), same_as(*map(dense, pair)), rtol)
-            same(call("div_{}_xy", a, number), d / number, rtol)
-            same(call("div_{}_xy", number, d + 9), number / (d + 9), rtol)
+                    assert_same(call(name + "_{}_xy", *pair), same_as(*map(dense, pair)), rtol)
+            assert_same(call("div_{}_xy", a, number), d / number, rtol)
+            assert_same(call("div_{}_xy", number, d + 9), number / (d + 9), rtol)
             for name in ("mul_{}_xy", "div_{}_xy"):
                 out = call(name, a, number)
                 assert (type(out), out.dtype) == (type(q), dtype)
     codes = door.Array1B.quantize(jnp.asarray(np.sign(W), jnp.int8))
     ones = Handlers("1bit")
     for number in (2, 2.5):
-        same(ones("add_{}_xy", codes, number), codes.materialize() + number)
-        same(ones("mul_{}_xy", codes, number), codes.materialize() * number)
+        assert_same(ones("add_{}_xy", codes, number), codes.materialize() + number)
+        assert_same(ones("mul_{}_xy", codes, number), codes.materialize() * number)
 
 
 @tags
@@ -142,12 +142,12 @@ def test_powers(tag: str) -> None:
     d = q.materialize()
     exponents = jnp.arange(8)
     for y in (3, np.int32(3), jnp.asarray(3), exponents, jnp.broadcast_to(exponents, d.shape)):
-        same(call("integer_pow_{}_xy", q, y), d**y, rtol=1e-5)
-        same(call("integer_pow_{}_x", q, y=y), d**y, rtol=1e-5)
+        assert_same(call("integer_pow_{}_xy", q, y), d**y, rtol=1e-5)
+        assert_same(call("integer_pow_{}_x", q, y=y), d**y, rtol=1e-5)
     positive = MADE[tag](abs(W) + 1)
     for y in (2.5, positive):
-        same(call("integer_pow_{}_xy", positive, y), positive.materialize() ** dense(y), rtol=1e-5)
-    same(call("integer_pow_{}_x", q), d * d, rtol=1e-6)
+        assert_same(call("integer_pow_{}_xy", positive, y), positive.materialize() ** dense(y), rtol=1e-5)
+    assert_same(call("integer_pow_{}_x", q), d * d, rtol=1e-6)
 
 
 @tags
@@ -184,6 +184,6 @@ def test_parameters_of_the_primitive_still_do(tag: str) -> None:
     d = q.materialize()
     equations = jax.make_jaxpr(lambda d: lax.reduce(d, 0.0, lambda a, b: a + 2 * b, (0,)))(d).eqns
     (out,) = call("reduce_{}_operand_init_value", q, jnp.float32(0), **equations[-1].params)
-    same(out, jax.jit(lambda d: lax.reduce(d, 0.0, lambda a, b: a + 2 * b, (0,)))(d), rtol=1e-5)
+    assert_same(out, jax.jit(lambda d: lax.reduce(d, 0.0, lambda a, b: a + 2 * b, (0,)))(d), rtol=1e-5)
     params = {"new_dtype": jnp.dtype("float16"), "weak_type": True, "sharding": None}
     assert call("convert_element_type_{}_operand_kw", q, **params).dtype == jnp.float16
