@@ -98,8 +98,8 @@ def test_products_and_reductions_take_what_lax_takes(tag: str) -> None:
             ((DOT,), {"preferred_element_type": jnp.float32}),
         ):
             assert_same(call("dot_general_{}_lhs_rhs", lhs, rhs, *args, **params), want, rtol=2e-4)
-            assert_same(jax.jit(lambda a, b, k=(args, params): call("dot_general_{}_lhs_rhs", a, b, *k[0], **k[1]))(lhs, rhs),
-                 want, rtol=2e-4)  # fmt: skip
+            jitted = jax.jit(lambda a, b, k=(args, params): call("dot_general_{}_lhs_rhs", a, b, *k[0], **k[1]))
+            assert_same(jitted(lhs, rhs), want, rtol=2e-4)
     kernel = MADE[tag](normal(seeded("kernel"), 16, 4, 3))
     image = normal(seeded("image"), 2, 4, 10)
     want = lax.conv_general_dilated(image, kernel.materialize(), (1,), "SAME")
