@@ -24,11 +24,14 @@ def check(q: Any) -> None:
     children = [q.__dict__[name] for name in layout(type(q)).children]
     leaves = [x for x in jtu.tree_leaves(children, is_leaf=_is_implicit) if not _is_implicit(x)]
     if what == "in_axes":
-        axes, ndim = {axis for leaf in leaves if (axis := compat.vmapped_axis(leaf)) is not None}, q.ndim + 1
+        axes = {axis for leaf in leaves if (axis := compat.vmapped_axis(leaf)) is not None}
     else:
         out = compat.vmap_out_axes()
-        axes, ndim = set() if out is None else {out % leaf.ndim for leaf in leaves}, q.ndim
-    if not axes or (len(axes) == 1 and q.stores_axis_in_place(min(axes), ndim)):
+        axes = set() if out is None else {out % leaf.ndim for leaf in leaves}
+    if not axes:
+        return
+    ndim = q.ndim + 1 if what == "in_axes" else q.ndim  # with the mapped axis
+    if len(axes) == 1 and q.stores_axis_in_place(min(axes), ndim):
         return
     raise errors.SlicedBelowCoreError(errors.MAPPED_CORE.format(name=type(q).__name__, what=what))
 
