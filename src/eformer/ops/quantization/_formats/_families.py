@@ -8,7 +8,6 @@ can give the result exactly, it does; else the operands are materialized and JAX
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,15 +121,6 @@ def _dot_exact(primitive: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     return shared.get((left, right), _handlers.dot_general_right)(primitive, lhs, rhs, **params)
 
 
-def _reshape_exact(q: QuantizedArray, *, new_sizes: Any, **params: Any) -> Any:
-    if math.prod(new_sizes) != q.size:  # `lax.reshape` leaves this to the compiler
-        raise ValueError(
-            f"An array of shape {q.shape} has {q.size} values and cannot be reshaped to {tuple(new_sizes)}, which has "
-            f"{math.prod(new_sizes)}. Give sizes whose product is {q.size}."
-        )
-    return _handlers.reshape(q, new_sizes=new_sizes, **params)
-
-
 def _concatenate(primitive: Any, operands: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes the operands as one sequence, or one by one; an integer behind them is the dimension."""
     arrays = [*operands, *args] if isinstance(operands, (list, tuple)) else [operands, *args]
@@ -186,7 +176,7 @@ _TABLE: dict[str, Handler] = {
     "convert_element_type_{}_operand_pos": _convert_pos,
     "broadcast_in_dim_{}_operand": _operand(lax.broadcast_in_dim, _handlers.broadcast_in_dim),
     "gather_{}_operand": _gather,
-    "reshape_{}_operand": _operand(lax.reshape, _reshape_exact),
+    "reshape_{}_operand": _operand(lax.reshape, _handlers.reshape),
     "transpose_{}_operand": _operand(lax.transpose, _handlers.transpose),
 }
 

@@ -94,9 +94,10 @@ def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
 
 
 def reshape(q: Any, new: Sequence[int]) -> Any:
-    if math.prod(new) != q.size:
+    if math.prod(new) != q.size:  # `lax.reshape` leaves this to the compiler
         raise ValueError(
-            f"{q.size} values of shape {q.shape} cannot be reshaped to {tuple(new)}: that is {math.prod(new)}."
+            f"{q.size} values of shape {q.shape} cannot be reshaped to {tuple(new)}, which has {math.prod(new)}. "
+            f"Give sizes whose product is {q.size}."
         )
     groups = _reshape_groups(q.shape, new)
     if groups is None:
