@@ -105,7 +105,7 @@ $(NEWEST_VENV)/test.stamp: $(BUILD_FILES)
 	@touch $@
 
 # The CUDA kernels for all architectures, without a GPU; copied next to their Python side, where they are found.
-CUDA_HOME_OF_KERNELS := src/eformer/ops/quantization/_kernels/cuda
+CUDA_HOME_OF_KERNELS := src/eformer/_kernels/cuda
 .PHONY: cuda compile-cuda
 cuda: $(CUDA_LIBRARY)
 	cp $(CUDA_LIBRARY) $(CUDA_HOME_OF_KERNELS)/

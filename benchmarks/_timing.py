@@ -19,7 +19,7 @@ import jaxlib
 import numpy as np
 
 import eformer
-from eformer.ops.quantization._kernels import cpu
+from eformer._kernels import cpu
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 BLOCK = 64

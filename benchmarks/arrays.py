@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from _timing import BLOCK, FORMATS, Call, interleaved, random_storage
 
-from eformer.ops.quantization._kernels import qmatmul
+from eformer._kernels import qmatmul
 
 # (format, M) -> the ratio the tiled path must not exceed in the dot form with float32 activations
 LIMITS = {

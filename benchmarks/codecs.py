@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer.ops.quantization._formats.int8 import codec as int8
-from eformer.ops.quantization._formats.nf4 import codec as nf4
-from eformer.ops.quantization._formats.onebit import codec as onebit
+from eformer._formats.int8 import codec as int8
+from eformer._formats.nf4 import codec as nf4
+from eformer._formats.onebit import codec as onebit
 
 Case = tuple[str, Callable[..., Any], tuple[jax.Array, ...]]
 

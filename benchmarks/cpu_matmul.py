@@ -24,10 +24,10 @@ from _llama import Shape, decode_step, make_cache, make_params
 from _rivals import rivals
 from _timing import FORMATS, Call, interleaved, random_storage, write_json
 
+from eformer._kernels import cpu, qmatmul
+from eformer._kernels.cpu._library import ISAS
+from eformer._kernels.problem import problem_of, spec_of
 from eformer.ops.quantization import quantize
-from eformer.ops.quantization._kernels import cpu, qmatmul
-from eformer.ops.quantization._kernels.cpu._library import ISAS
-from eformer.ops.quantization._kernels.problem import problem_of, spec_of
 
 SIZES = ("4096x4096", "4096x14336", "14336x4096")
 ROWS_OF_X = (1, 2, 4, 8, 16, 32, 64, 128, 512)

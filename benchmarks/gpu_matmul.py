@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from _gpu import BLOCK, PER_BYTE, code_bytes, corner_of, microseconds, storage
 
-from eformer.ops.quantization._kernels import qmatmul
+from eformer._kernels import qmatmul
 
 SHAPES = ((4096, 14336), (4096, 4096), (14336, 4096), (8192, 8192), (8192, 28672))  # K, N
 ROWS = (1, 16, 64, 256, 4, 4096, 2, 8, 32)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from _timing import BLOCK, FORMATS, random_storage, write_json
 
-from eformer.ops.quantization._kernels import qmatmul
+from eformer._kernels import qmatmul
 
 SIZES = ("4096x4096", "4096x14336", "14336x4096")
 ROWS_OF_X = (1, 8, 32, 128, 512, 4096)

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from _gpu import BLOCK, PER_BYTE, corner_of, microseconds, storage
 
-from eformer.ops.quantization._kernels import qmatmul
-from eformer.ops.quantization._kernels.cuda import _calls, tuning
+from eformer._kernels import qmatmul
+from eformer._kernels.cuda import _calls, tuning
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K, N
 ROWS = (1, 16, 32, 64)

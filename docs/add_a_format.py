@@ -33,8 +33,8 @@ def decode(packed, scale):
 # %% The class
 # A subclass of `QuantizedArray` says where its storage is. `parts` names each stored array: how many trailing axes hold
 # the blocked axis, and how many values one step along it holds. The shared handlers need no more than that.
+from eformer._formats.base import Part, QuantizedArray
 from eformer.jaximus import aux_field, explain, implicit, materialization_policy, materialize_handler, register, ste
-from eformer.ops.quantization._formats._base import Part, QuantizedArray
 
 
 @dataclasses.dataclass

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from eformer._kernels import gather, qgather, qmatmul, qragged_dot, ragged, select
+from eformer._kernels.cuda._refusals import refuses_machine
+from eformer._kernels.problem import FORMS, problem_of, spec_of
+from eformer._kernels.switch import is_kernel_available
 from eformer.cli._selfcheck import random_storage
 from eformer.jaximus import explain, implicit, leaf_predicate, materialization_policy, materialize
 from eformer.ops.quantization import quantize
-from eformer.ops.quantization._kernels import gather, qgather, qmatmul, qragged_dot, ragged, select
-from eformer.ops.quantization._kernels.cuda._refusals import refuses_machine
-from eformer.ops.quantization._kernels.problem import FORMS, problem_of, spec_of
-from eformer.ops.quantization._kernels.switch import is_kernel_available
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 K, N, EXPERTS = 256, 128, 3  # more than 2**14 values, below which the reference is the quicker choice

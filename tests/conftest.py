@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Added here and not in pyproject.toml: pytest imports the category, which imports JAX, and the environment above
     has to be set by then. Later lines win over "error".
     """
-    config.addinivalue_line("filterwarnings", "ignore::eformer._errors.MaterializationWarning")
+    config.addinivalue_line("filterwarnings", "ignore::eformer.errors.MaterializationWarning")
     # Another worker may be writing the file: JAX then compiles the program itself.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning")
 

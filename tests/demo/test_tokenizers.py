@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eformer._errors import CheckpointError
 from eformer.demo.bpe import BytePairTokenizer
 from eformer.demo.wordpiece import WordPieceTokenizer
+from eformer.errors import CheckpointError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokenizers.json").read_text())
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from eformer._errors import UnusedRuleWarning
+from eformer.errors import UnusedRuleWarning
 from eformer.jaximus import ImplicitArray, implicit, materialization_policy, materialize
 from eformer.ops.quantization import (
     Array8B,

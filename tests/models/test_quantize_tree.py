@@ -16,7 +16,9 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 
-from eformer._errors import UnusedRuleWarning
+from eformer._quantize import progress as progress_module
+from eformer._quantize.paths import open_tree
+from eformer.errors import UnusedRuleWarning
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import (
     Array1B,
@@ -30,8 +32,6 @@ from eformer.ops.quantization import (
     quantize,
     quantize_tree,
 )
-from eformer.ops.quantization._tree import progress as progress_module
-from eformer.ops.quantization._tree.paths import open_tree
 
 
 def model(seed: int = 0) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def test_memory_never_holds_the_model_twice(source: str):
         assert all(found <= left + packed + 2 * largest for found, left in zip(seen, dense_left, strict=True))
         assert all(params[name]["kernel"].is_deleted() for name in params)
     assert live_bytes() - before <= packed
-    from eformer.ops.quantization._formats.nf4 import codec
+    from eformer._formats.nf4 import codec
 
     program = codec.encode.lower(jax.ShapeDtypeStruct((rows, cols), jnp.float32), axis=-2, block_size=64).compile()
     assert program.memory_analysis().temp_size_in_bytes <= 2 * largest

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from eformer._quantize.paths import open_tree
+from eformer._quantize.roles import roles_of
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import quantize_tree
-from eformer.ops.quantization._tree.paths import open_tree
-from eformer.ops.quantization._tree.roles import roles_of
 
 F32 = jnp.float32
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer.ops.quantization._kernels import qmatmul
-from eformer.ops.quantization._kernels.problem import Problem, problem_of, spec_of
+from eformer._kernels import qmatmul
+from eformer._kernels.problem import Problem, problem_of, spec_of
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 FORMS = ("dot", "axpy")

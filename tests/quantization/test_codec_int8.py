@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eformer.ops.quantization._formats.int8 import codec
+from eformer._formats.int8 import codec
 
 
 def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eformer.ops.quantization._formats.nf4 import codec, double
+from eformer._formats.nf4 import codec, double
 
 GOLDEN = dict(np.load(Path(__file__).parent / "golden" / "nf4.npz"))
 CASES = sorted({name.split("/")[0] for name in GOLDEN if name.endswith("/packed")})

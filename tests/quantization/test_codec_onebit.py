@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eformer.ops.quantization._formats.onebit import codec, packing
+from eformer._formats.onebit import codec, packing
 
 SHAPES = [(1,), (9,), (33, 4), (4, 33), (1, 3, 20), (2, 3, 17, 5), (2, 1, 3, 10, 2), (0,), (3, 0)]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from eformer._errors import QuantizedGradientError
+from eformer.errors import QuantizedGradientError
 from eformer.jaximus import ImplicitArray, implicit, materialize
 from eformer.ops.quantization import Array1B, quantize
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._errors import QuantizedGradientError
-from eformer.ops.quantization._kernels import qgather, qmatmul, qragged_dot
+from eformer._kernels import qgather, qmatmul, qragged_dot
+from eformer.errors import QuantizedGradientError
 
 from .kernel_cases import make_case
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.ops.quantization._kernels import qmatmul
+from eformer._kernels import qmatmul
 
 from .kernel_cases import FORMATS, FORMS
 

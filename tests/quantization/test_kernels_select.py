@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._kernels import explain, select
+from eformer._kernels.problem import Spec, problem_of
+from eformer._kernels.select import Candidate
 from eformer._record import recorder
-from eformer.ops.quantization._kernels import explain, select
-from eformer.ops.quantization._kernels.problem import Spec, problem_of
-from eformer.ops.quantization._kernels.select import Candidate
 
 from .kernel_cases import make_case
 

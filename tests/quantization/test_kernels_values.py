@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.ops.quantization._kernels import qgather, qragged_dot
-from eformer.ops.quantization._kernels.reference import decode
-from eformer.ops.quantization._kernels.xla import tuning
+from eformer._kernels import qgather, qragged_dot
+from eformer._kernels.reference import decode
+from eformer._kernels.xla import tuning
 
 from .kernel_cases import FORMATS, FORMS, SCALES, make_case, relative_error
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from eformer.ops.quantization._kernels import native, xla
-from eformer.ops.quantization._kernels.cuda import _refusals
-from eformer.ops.quantization._kernels.problem import problem_of, spec_of
-from eformer.ops.quantization._kernels.xla import gpu
+from eformer._kernels import native, xla
+from eformer._kernels.cuda import _refusals
+from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.xla import gpu
 
 from .kernel_cases import FORMATS, FORMS, SCALES, Case, make_case, relative_error
 

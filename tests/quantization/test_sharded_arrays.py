@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._kernels import qgather, qmatmul, qragged_dot
 from eformer.jaximus import implicit, materialization_policy, materialize
 from eformer.ops.quantization import ArrayNF4, ShardingError, quantize
-from eformer.ops.quantization._kernels import qgather, qmatmul, qragged_dot
 
 from .hlo_cases import (
     BLOCK,

@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._kernels import qgather, qragged_dot
+from eformer._kernels.switch import is_kernel_available
 from eformer.jaximus import implicit, materialization_policy
 from eformer.ops.quantization import quantize
-from eformer.ops.quantization._kernels import qgather, qragged_dot
-from eformer.ops.quantization._kernels.switch import is_kernel_available
 
 from .hlo_cases import (
     BLOCK,

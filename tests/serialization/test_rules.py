@@ -7,8 +7,8 @@ import json
 import jax.numpy as jnp
 import pytest
 
+from eformer._quantize.rules import Recipe, Rules, recipe
 from eformer.ops.quantization import Array8B, ArrayNF4, QuantizationConfig, QuantizationType
-from eformer.ops.quantization._rules import Recipe, Rules, recipe
 
 PATHS = ["embed/table", "layers/0/attn/q/kernel", "layers/0/norm/scale", "layers/11/mlp/up/kernel", "head/kernel"]
 

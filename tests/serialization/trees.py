@@ -12,13 +12,13 @@ import jax.tree_util as jtu
 import ml_dtypes
 import numpy as np
 
+from eformer._formats.int8 import codec as int8
+from eformer._formats.nf4 import codec as nf4
+from eformer._formats.nf4.array import CompressedAbsmax
+from eformer._formats.onebit import packing
+from eformer._lora.array import LoraArray
 from eformer.jaximus import ImplicitArray, aux_field, tree_leaves_with_implicit
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
-from eformer.ops.quantization._formats.int8 import codec as int8
-from eformer.ops.quantization._formats.nf4 import codec as nf4
-from eformer.ops.quantization._formats.nf4.array import CompressedAbsmax
-from eformer.ops.quantization._formats.onebit import packing
-from eformer.ops.quantization._lora.array import LoraArray
 from eformer.serialization import register_type
 
 DTYPES = (

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from ._fail import FAILED, Failure
 from ._versions import version

@@ -19,9 +19,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from eformer._errors import CheckpointError
-from eformer.ops.quantization._tree.paths import Leaf
-from eformer.ops.quantization._tree.roles import Role, roles_of
+from eformer._quantize.paths import Leaf
+from eformer._quantize.roles import Role, roles_of
+from eformer.errors import CheckpointError
 from eformer.serialization._placement import specs_of
 
 from ._fail import WrongUse

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from eformer._errors import UnusedRuleWarning
-from eformer.ops.quantization._rules import Recipe
-from eformer.ops.quantization._tree.paths import Leaf
-from eformer.ops.quantization._tree.plan import Decision, plan
+from eformer._quantize.paths import Leaf
+from eformer._quantize.plan import Decision, plan
+from eformer._quantize.rules import Recipe
+from eformer.errors import UnusedRuleWarning
 from eformer.serialization import GgufFile
 
 from ._fail import WrongUse

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.ops.quantization._kernels import qmatmul
-from eformer.ops.quantization._kernels.platforms import default_platform
-from eformer.ops.quantization._kernels.problem import FORMATS, FORMS, PER_CODE, problem_of, spec_of
-from eformer.ops.quantization._kernels.reference import decode
-from eformer.ops.quantization._kernels.select import explain
+from eformer._kernels import qmatmul
+from eformer._kernels.platforms import default_platform
+from eformer._kernels.problem import FORMATS, FORMS, PER_CODE, problem_of, spec_of
+from eformer._kernels.reference import decode
+from eformer._kernels.select import explain
 
 BLOCK = 64
 # Accelerators multiply in 16 bits where nothing else is asked for.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import explain, implicit
+from eformer._core import explain, implicit
 from eformer.ops.quantization import quantize
 
 from ._fail import OK, WrongUse

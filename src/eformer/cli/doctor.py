@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from eformer.ops.quantization._kernels.tpu import state as tpu_state
+from eformer._kernels.tpu import state as tpu_state
 from eformer.ops.quantization.kernels import load_kernels
 
 from . import _selfcheck

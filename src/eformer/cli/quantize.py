@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eformer._errors import CheckpointError
+from eformer._quantize.plan import MIN_SIZE, SKIP
+from eformer._quantize.progress import Progress, reporter
+from eformer._quantize.roles import GROUPS
+from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
-from eformer.ops.quantization._tree.plan import MIN_SIZE, SKIP
-from eformer.ops.quantization._tree.progress import Progress, reporter
-from eformer.ops.quantization._tree.roles import GROUPS
 from eformer.serialization import StreamReport, quantize_file
 
 from . import _files, _rules

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.jaximus import implicit, materialize
+from eformer._core import implicit, materialize
 
 Params = dict[str, Any]
 _EPSILON = 1e-12

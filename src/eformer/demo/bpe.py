@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 _CONTROL, _USER = 3, 4  # kinds of tokens that stand for themselves in a text
 _ENDINGS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import implicit, materialize
+from eformer._core import implicit, materialize
 
 Params = dict[str, Any]
 Cache = tuple[jax.Array, jax.Array]  # keys and values, (layers, batch, context, heads, size)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.jaximus import explain, materialization_policy
+from eformer._core import explain, materialization_policy
 
 from .decoder import Params, Shape, forward
 

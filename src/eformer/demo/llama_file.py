@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import implicit
+from eformer._core import implicit
+from eformer.errors import CheckpointError
 from eformer.serialization import GgufFile, LazyCheckpoint
 
 from .bpe import BytePairTokenizer

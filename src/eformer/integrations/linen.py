@@ -17,7 +17,7 @@ from typing import Any
 import flax.linen as nn
 from flax.core import FrozenDict
 
-from eformer.jaximus import implicit
+from eformer._core import implicit
 from eformer.ops.quantization import quantize_tree
 
 

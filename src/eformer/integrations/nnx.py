@@ -14,7 +14,7 @@ from typing import Any
 
 from flax import nnx
 
-from eformer.jaximus import ImplicitArray, implicit
+from eformer._core import ImplicitArray, implicit
 
 
 class Dispatching(nnx.Module):

@@ -15,25 +15,25 @@ Array([[2., 2.]], dtype=float32)
 
 from __future__ import annotations
 
-from .._errors import UninitializedAval as UninitializedAval
-from ._array import ImplicitArray as ImplicitArray
-from ._array import OrginArray as OrginArray
-from ._fallback import default_handler as default_handler
-from ._fallback import materialize_handler as materialize_handler
-from ._fallback import materialize_nested as materialize_nested
-from ._fields import aux_field as aux_field
-from ._interpret import implicit as implicit
-from ._interpret import use_implicit as use_implicit
-from ._registry import register as register
-from ._ste import ste as ste
-from ._tree import combine_leaf_predicate as combine_leaf_predicate
-from ._tree import flatten_one_implicit_layer as flatten_one_implicit_layer
-from ._tree import implicit_depth as implicit_depth
-from ._tree import is_array as is_array
-from ._tree import leaf_predicate as leaf_predicate
-from ._tree import tree_flatten_with_implicit as tree_flatten_with_implicit
-from ._tree import tree_flatten_with_path_with_implicit as tree_flatten_with_path_with_implicit
-from ._tree import tree_leaves_with_implicit as tree_leaves_with_implicit
-from ._tree import tree_map_with_implicit as tree_map_with_implicit
-from ._tree import tree_map_with_path_with_implicit as tree_map_with_path_with_implicit
-from ._tree import tree_structure_with_implicit as tree_structure_with_implicit
+from eformer._core import ImplicitArray as ImplicitArray
+from eformer._core import OrginArray as OrginArray
+from eformer._core import UninitializedAval as UninitializedAval
+from eformer._core import aux_field as aux_field
+from eformer._core import combine_leaf_predicate as combine_leaf_predicate
+from eformer._core import default_handler as default_handler
+from eformer._core import flatten_one_implicit_layer as flatten_one_implicit_layer
+from eformer._core import implicit as implicit
+from eformer._core import implicit_depth as implicit_depth
+from eformer._core import is_array as is_array
+from eformer._core import leaf_predicate as leaf_predicate
+from eformer._core import materialize_handler as materialize_handler
+from eformer._core import materialize_nested as materialize_nested
+from eformer._core import register as register
+from eformer._core import ste as ste
+from eformer._core import tree_flatten_with_implicit as tree_flatten_with_implicit
+from eformer._core import tree_flatten_with_path_with_implicit as tree_flatten_with_path_with_implicit
+from eformer._core import tree_leaves_with_implicit as tree_leaves_with_implicit
+from eformer._core import tree_map_with_implicit as tree_map_with_implicit
+from eformer._core import tree_map_with_path_with_implicit as tree_map_with_path_with_implicit
+from eformer._core import tree_structure_with_implicit as tree_structure_with_implicit
+from eformer._core import use_implicit as use_implicit

@@ -11,8 +11,8 @@ ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
 
 from __future__ import annotations
 
-from eformer._errors import CheckpointError as CheckpointError
-from eformer._errors import ProcessError as ProcessError
+from eformer.errors import CheckpointError as CheckpointError
+from eformer.errors import ProcessError as ProcessError
 
 from . import _builtin as _builtin
 from ._bitsandbytes import from_bitsandbytes as from_bitsandbytes

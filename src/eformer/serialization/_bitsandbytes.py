@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
-from eformer.ops.quantization._formats.nf4.array import ArrayNF4, CompressedAbsmax
-from eformer.ops.quantization._formats.nf4.codec import CODEBOOK
-from eformer.ops.quantization._formats.nf4.double import DYNAMIC_MAP, GROUP
+from eformer._core import ImplicitArray
+from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
+from eformer._formats.nf4.codec import CODEBOOK
+from eformer._formats.nf4.double import DYNAMIC_MAP, GROUP
+from eformer.errors import CheckpointError
 
 from ._contents import about
 from ._dtypes import named_dtype

@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._errors import CheckpointError
-from eformer.ops.quantization._formats.int8.array import Array8B
-from eformer.ops.quantization._formats.nf4.array import ArrayNF4, CompressedAbsmax
-from eformer.ops.quantization._formats.nf4.double import GROUP
-from eformer.ops.quantization._formats.onebit.array import Array1B
-from eformer.ops.quantization._lora.array import LoraArray
+from eformer._formats.int8.array import Array8B
+from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
+from eformer._formats.nf4.double import GROUP
+from eformer._formats.onebit.array import Array1B
+from eformer._lora.array import LoraArray
+from eformer.errors import CheckpointError
 
 from ._types import Unpack, register_type
 

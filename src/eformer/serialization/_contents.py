@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
+from eformer._core import ImplicitArray
+from eformer.errors import CheckpointError
 
 from ._dtypes import as_stored, stored_layout
 from ._header import Tensor, parse_json

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from eformer._errors import CheckpointError, ProcessError
-from eformer.jaximus import ImplicitArray
+from eformer._core import ImplicitArray
+from eformer.errors import CheckpointError, ProcessError
 
 from . import _contents
 from ._atomic import atomic_file, raw_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.jaximus import aux_field, register
-from eformer.ops.quantization._formats._base import Part, QuantizedArray
+from eformer._core import aux_field, register
+from eformer._formats.base import Part, QuantizedArray
 
 from ._builtin import FLOATING, OPTIONAL, strict
 from ._types import register_type

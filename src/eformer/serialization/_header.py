@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from ._dtypes import CODES, DTYPES
 

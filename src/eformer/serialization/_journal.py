@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 
 class Journal:

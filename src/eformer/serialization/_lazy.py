@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
-from eformer.ops.quantization._formats._base import QuantizedArray
-from eformer.ops.quantization._lora.array import LoraArray
+from eformer._core import ImplicitArray
+from eformer._formats.base import QuantizedArray
+from eformer._lora.array import LoraArray
+from eformer.errors import CheckpointError
 
 from . import _slices
 from ._contents import about

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import _jax_compat as compat
-from eformer._errors import CheckpointError, UninitializedAval
-from eformer.jaximus import ImplicitArray
+from eformer import _jax as compat
+from eformer._core import ImplicitArray
+from eformer.errors import CheckpointError, UninitializedAval
 
 from . import _values
 from ._dtypes import CODES, fits_jax, named_dtype

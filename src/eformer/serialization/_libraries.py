@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
+from eformer._core import ImplicitArray
+from eformer.errors import CheckpointError
 
 from ._contents import about, described_leaf
 from ._state import from_state_dict, to_state_dict

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
+from eformer._core import ImplicitArray
+from eformer.errors import CheckpointError
 
 from ._contents import NO_STRUCTURE, about
 from ._lazy import open_lazy

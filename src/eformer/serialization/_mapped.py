@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from ._header import ALIGNMENT, TRUNCATED, Entry, read_header
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from ._contents import NO_STRUCTURE, about
 from ._leaves import tensors_of

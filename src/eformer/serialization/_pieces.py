@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from ._dtypes import CODES, DTYPES
 from ._header import Entry, check_shape, is_count

@@ -9,10 +9,10 @@ from typing import Any
 import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
-from eformer.ops.quantization._formats._base import QuantizedArray
-from eformer.ops.quantization._formats._sharding import ShardingError, check_fits
+from eformer._core import ImplicitArray
+from eformer._formats.base import QuantizedArray
+from eformer._formats.sharding import ShardingError, check_fits
+from eformer.errors import CheckpointError
 
 
 def sharding_on(mesh: Mesh, spec: Any) -> NamedSharding:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import jax
 
-from eformer import _jax_compat as compat
-from eformer._errors import ProcessError
+from eformer import _jax as compat
+from eformer.errors import ProcessError
 
 # Words stay with the service until the program ends, so every exchange has a number. The order is the program's own.
 _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from . import _contents
 from ._atomic import atomic_file, raw_bytes, sync_folder

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from . import _contents
 from ._contents import KEY, NO_STRUCTURE

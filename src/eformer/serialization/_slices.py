@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from eformer._errors import CheckpointError
-from eformer.ops.quantization._formats._base import Part, QuantizedArray
-from eformer.ops.quantization._formats._shapes import blocked_axis, free
-from eformer.ops.quantization._lora.array import LoraArray
+from eformer._formats.base import Part, QuantizedArray
+from eformer._formats.shapes import blocked_axis, free
+from eformer._lora.array import LoraArray
+from eformer.errors import CheckpointError
 
 Read = Callable[[str, Any], Any]
 

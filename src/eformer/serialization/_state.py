@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from . import _contents
 from ._contents import KEY, NO_STRUCTURE, about

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer._errors import CheckpointError
-from eformer.ops.quantization._rules import Recipe, Rules, Unused
-from eformer.ops.quantization._tree.paths import Leaf as Place
-from eformer.ops.quantization._tree.quantize import encode
-from eformer.ops.quantization._tree.roles import roles_of
+from eformer._quantize.paths import Leaf as Place
+from eformer._quantize.roles import roles_of
+from eformer._quantize.rules import Recipe, Rules, Unused
+from eformer._quantize.tree import encode
+from eformer.errors import CheckpointError
 
 from . import _contents
 from ._contents import KEY, Contents, Leaf, about, described_leaf

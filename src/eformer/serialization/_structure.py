@@ -12,8 +12,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import tree_flatten_with_path_with_implicit
+from eformer._core import tree_flatten_with_path_with_implicit
+from eformer.errors import CheckpointError
 
 from . import _values
 from ._leaves import MAX_DEPTH

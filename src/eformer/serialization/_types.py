@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from eformer._errors import CheckpointError
-from eformer.jaximus import ImplicitArray
-from eformer.jaximus._fields import layout
+from eformer._core import ImplicitArray
+from eformer._core.fields import layout
+from eformer.errors import CheckpointError
 
 Pack = Callable[[Any], tuple[Mapping[str, Any], Mapping[str, Any]]]
 Unpack = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eformer._errors import CheckpointError
+from eformer.errors import CheckpointError
 
 from ._dtypes import named_dtype
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.ops.quantization._kernels import cuda, qgather, qmatmul, qragged_dot
-from eformer.ops.quantization._kernels.cuda import _wide
+from eformer._kernels import cuda, qgather, qmatmul, qragged_dot
+from eformer._kernels.cuda import _wide
 
 NF4 = {"fmt": "nf4", "block": 64}
 TABLE = [

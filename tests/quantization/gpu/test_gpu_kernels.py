@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.ops.quantization._kernels import cuda, explain, qgather, qragged_dot
-from eformer.ops.quantization._kernels.cuda import _wide
-from eformer.ops.quantization._kernels.problem import problem_of, spec_of
+from eformer._kernels import cuda, explain, qgather, qragged_dot
+from eformer._kernels.cuda import _wide
+from eformer._kernels.problem import problem_of, spec_of
 
 from ..kernel_cases import FORMATS, SCALES, Case, make_case
 

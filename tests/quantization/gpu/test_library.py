@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from eformer.ops.quantization._kernels.cuda import LIBRARY
+from eformer._kernels.cuda import LIBRARY
 
 PATH = os.environ.get("EFORMER_TEST_CUDA_LIBRARY")
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from eformer._kernels import native
+from eformer._kernels.cuda import _refusals
+from eformer._kernels.platforms import default_platform
 from eformer.jaximus import explain
 from eformer.ops.quantization import is_kernel_available, quantize
-from eformer.ops.quantization._kernels import native
-from eformer.ops.quantization._kernels.cuda import _refusals
-from eformer.ops.quantization._kernels.platforms import default_platform
 
 VERSIONS = {"PJRT C API\ncuda 13000": "cuda", "PJRT C API\nrocm 60300": "rocm"}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.ops.quantization._kernels.cuda import _calls, _wide, tuning
+from eformer._kernels.cuda import _calls, _wide, tuning
 
 from ..kernel_cases import FORMATS, make_case
 from .test_selection import lowered

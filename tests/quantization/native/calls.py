@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.ops.quantization._kernels import cpu
-from eformer.ops.quantization._kernels.cpu._library import isa as best_isa
-from eformer.ops.quantization._kernels.problem import Problem, out_shape, problem_of, spec_of
+from eformer._kernels import cpu
+from eformer._kernels.cpu._library import isa as best_isa
+from eformer._kernels.problem import Problem, out_shape, problem_of, spec_of
 
 from ..kernel_cases import Case, relative_error
 

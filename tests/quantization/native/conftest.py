@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from eformer.ops.quantization._kernels import cpu
+from eformer._kernels import cpu
 
 
 @pytest.fixture(autouse=True, scope="session")

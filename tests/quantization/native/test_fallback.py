@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._errors import KernelFallbackWarning
+from eformer._kernels import cpu, explain, native
+from eformer._kernels.cpu import tuning
+from eformer._kernels.gather import Lookup, Table
+from eformer._kernels.problem import problem_of, spec_of
 from eformer._record import recorder
+from eformer.errors import KernelFallbackWarning
 from eformer.ops.quantization import QuantizationConfig, quantize
-from eformer.ops.quantization._kernels import cpu, explain, native
-from eformer.ops.quantization._kernels.cpu import tuning
-from eformer.ops.quantization._kernels.gather import Lookup, Table
-from eformer.ops.quantization._kernels.problem import problem_of, spec_of
 
 from ..kernel_cases import make_case, relative_error
 

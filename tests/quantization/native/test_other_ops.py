@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._formats.nf4 import codec
+from eformer._kernels import cpu, qgather, qragged_dot
+from eformer._kernels.encode import Encoding
+from eformer._kernels.gather import Lookup, Table
+from eformer._kernels.problem import problem_of, spec_of
 from eformer._record import recorder
-from eformer.ops.quantization._formats.nf4 import codec
-from eformer.ops.quantization._kernels import cpu, qgather, qragged_dot
-from eformer.ops.quantization._kernels.encode import Encoding
-from eformer.ops.quantization._kernels.gather import Lookup, Table
-from eformer.ops.quantization._kernels.problem import problem_of, spec_of
 
 from ..kernel_cases import FORMATS, FORMS, SCALES, make_case, relative_error
 from .calls import FLOAT32_LIMIT, THREADS, isas, poisoned

@@ -14,10 +14,10 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._kernels.cpu._library import QMATMUL
 from eformer._record import recorder
 from eformer.jaximus import explain, implicit
 from eformer.ops.quantization import quantize
-from eformer.ops.quantization._kernels.cpu._library import QMATMUL
 from eformer.ops.quantization.kernels import export_checks
 
 from ..kernel_cases import FORMATS, FORMS, make_case, relative_error

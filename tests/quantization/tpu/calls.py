@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.ops.quantization._kernels import tpu
-from eformer.ops.quantization._kernels.problem import Problem, problem_of, spec_of
+from eformer._kernels import tpu
+from eformer._kernels.problem import Problem, problem_of, spec_of
 
 from ..kernel_cases import Case
 

@@ -12,9 +12,9 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from eformer.ops.quantization._kernels import qgather, qmatmul, qragged_dot, select
-from eformer.ops.quantization._kernels.tpu import _refusals
-from eformer.ops.quantization._kernels.tpu._pallas import precision
+from eformer._kernels import qgather, qmatmul, qragged_dot, select
+from eformer._kernels.tpu import _refusals
+from eformer._kernels.tpu._pallas import precision
 
 from ..kernel_cases import FORMATS, FORMS, make_case
 from .calls import kernels_in, lowered, problem, tensors_in

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._kernels import select
 from eformer.ops.quantization import is_kernel_available, nf4_use_kernel
-from eformer.ops.quantization._kernels import select
 
 from ..kernel_cases import make_case
 from .calls import kernels_in, lowered, problem

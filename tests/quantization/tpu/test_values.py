@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.ops.quantization._kernels import tpu
-from eformer.ops.quantization._kernels.tpu import tuning
+from eformer._kernels import tpu
+from eformer._kernels.tpu import tuning
 
 from ..kernel_cases import FORMATS, FORMS, Case, make_case, relative_error
 from .calls import expected, interpreted, problem

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.ops.quantization._kernels.problem import Problem, Spec
-from eformer.ops.quantization._kernels.tpu import tuning
-from eformer.ops.quantization._kernels.tpu._grouped import height_of
+from eformer._kernels.problem import Problem, Spec
+from eformer._kernels.tpu import tuning
+from eformer._kernels.tpu._grouped import height_of
 
 ROWS = (1, 100, 128, 500, 4096, 5000, 128256)
 COLS = (64, 1000, 4096, 14336, 53248)

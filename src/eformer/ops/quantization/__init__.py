@@ -8,26 +8,27 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
-from ._config import QuantizationConfig as QuantizationConfig
-from ._config import QuantizationType as QuantizationType
-from ._config import quantize as quantize
-from ._config import straight_through as straight_through
-from ._formats._sharding import ShardingError as ShardingError
-from ._kernels.switch import is_kernel_available as is_kernel_available
-from ._kernels.switch import nf4_use_kernel as nf4_use_kernel
-from ._lora import LoraArray as LoraArray
-from ._lora import MergeReport as MergeReport
-from ._lora import add_lora as add_lora
-from ._lora import lora_mask as lora_mask
-from ._lora import merge as merge
-from ._lora import merge_lora as merge_lora
-from ._lora import split_trainable as split_trainable
-from ._tree import Report as Report
-from ._tree import dequantize_tree as dequantize_tree
-from ._tree import fake_quantize_tree as fake_quantize_tree
-from ._tree import quant_delay as quant_delay
-from ._tree import quantize_tree as quantize_tree
-from ._tree import report as report
+from eformer._formats.sharding import ShardingError as ShardingError
+from eformer._kernels.switch import is_kernel_available as is_kernel_available
+from eformer._kernels.switch import nf4_use_kernel as nf4_use_kernel
+from eformer._lora import LoraArray as LoraArray
+from eformer._lora import MergeReport as MergeReport
+from eformer._lora import add_lora as add_lora
+from eformer._lora import lora_mask as lora_mask
+from eformer._lora import merge as merge
+from eformer._lora import merge_lora as merge_lora
+from eformer._lora import split_trainable as split_trainable
+from eformer._quantize import Report as Report
+from eformer._quantize import dequantize_tree as dequantize_tree
+from eformer._quantize import fake_quantize_tree as fake_quantize_tree
+from eformer._quantize import quant_delay as quant_delay
+from eformer._quantize import quantize_tree as quantize_tree
+from eformer._quantize import report as report
+from eformer._quantize.config import QuantizationConfig as QuantizationConfig
+from eformer._quantize.config import QuantizationType as QuantizationType
+from eformer._quantize.config import quantize as quantize
+from eformer._quantize.config import straight_through as straight_through
+
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_1bit import straight_through_1bit as straight_through_1bit
 from .implicit_array_8bit import Array8B as Array8B

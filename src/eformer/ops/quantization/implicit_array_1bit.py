@@ -11,9 +11,9 @@ True
 
 from __future__ import annotations
 
-from ._formats._families import documented_handlers
-from ._formats.onebit.array import Array1B as Array1B
-from ._training import straight_through_1bit as straight_through_1bit
+from eformer._formats.families import documented_handlers
+from eformer._formats.onebit.array import Array1B as Array1B
+from eformer._formats.training import straight_through_1bit as straight_through_1bit
 
 _handlers = documented_handlers("1bit", __name__)
 _handlers["div_1bit_xy_fallback"] = _handlers["div_1bit_xy"]

@@ -10,10 +10,10 @@ dtype(bfloat16)
 
 from __future__ import annotations
 
-from ._formats._families import documented_handlers
-from ._formats.int8.array import Array8B as Array8B
-from ._formats.int8.matmul import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
-from ._training import straight_through_8bit as straight_through_8bit
+from eformer._formats.families import documented_handlers
+from eformer._formats.int8.array import Array8B as Array8B
+from eformer._formats.int8.matmul import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
+from eformer._formats.training import straight_through_8bit as straight_through_8bit
 
 _handlers = documented_handlers("8bit", __name__)
 globals().update(_handlers, __all__=["Array8B", "matmul_bf16_int8_weight_only", "straight_through_8bit", *_handlers])

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from ._formats._families import documented_handlers
-from ._formats.nf4.array import ArrayNF4 as ArrayNF4
-from ._training import straight_through_nf4 as straight_through_nf4
+from eformer._formats.families import documented_handlers
+from eformer._formats.nf4.array import ArrayNF4 as ArrayNF4
+from eformer._formats.training import straight_through_nf4 as straight_through_nf4
 
 
 def safe_materialize(arr: Any) -> tuple[Any, bool]:

@@ -1,0 +1,247 @@
+"""Materializing: the policy that governs it, the one place where it is noticed, and the last resort of dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from eformer import _jax as compat
+from eformer import _settings as settings
+from eformer import errors as errors
+from eformer._record import record, recording
+
+from . import aval as _aval
+from .fields import was_picked
+from .operators import ArrayOperators
+
+# Part of JAX's compilation key: a program traced under one policy is traced again under another.
+_context = jax.make_user_context(default_value=None)
+_warned: set[tuple[Any, ...]] = set()
+
+
+class _State(threading.local):
+    primitive: Any = None  # whose operands are being handled
+    materializing: Any = None  # the array inside whose materialize() we are
+    requested: bool = False  # a dense array was asked for by name
+    notices: list[Any] | None = None  # where to keep what concerns whoever calls the code being traced
+
+
+_state = _State()
+
+
+# -- policy ----------------------------------------------------------------------------------------------------------
+
+
+def policy_in_force() -> settings.Policy:
+    value = _context.value
+    return settings.materialization_policy() if value is None or value[0] is None else value[0]
+
+
+def materialization_policy(policy: str) -> contextlib.AbstractContextManager[Any]:
+    """What to do in this block when an operation has no handler: `"allow"`, `"warn"` (once per place) or `"error"`.
+
+    >>> with materialization_policy("error"):
+    ...     pass
+    """
+    checked = settings.checked_policy(policy, source="the policy")
+    return _context((checked, None if _context.value is None else _context.value[1]))
+
+
+def fresh_trace(token: object) -> contextlib.AbstractContextManager[Any]:
+    """A block in which nothing traced before is reused, so that every decision is made, and seen, again."""
+    return _context((None if _context.value is None else _context.value[0], token))
+
+
+class handling:
+    """A block in which materializations happen on behalf of `primitive`. On the hot path, hence no generator."""
+
+    __slots__ = ("before", "primitive")
+
+    def __init__(self, primitive: Any):
+        self.primitive = primitive
+
+    def __enter__(self) -> None:
+        self.before = _state.primitive, _state.requested
+        _state.primitive, _state.requested = self.primitive, False
+
+    def __exit__(self, *exc: object) -> None:
+        _state.primitive, _state.requested = self.before
+
+
+def _notice(q: Any) -> None:
+    """Record that `q` is about to be materialized, and let the policy speak if nobody asked for it by name."""
+    primitive = None if _state.requested else _state.primitive
+    picked = was_picked(q)
+    policy = "allow" if primitive is None or picked else policy_in_force()
+    warn = policy == "warn" and q.warn_on_materialize
+    if not (recording() or warn or policy == "error"):
+        return
+    replayed = compat.replayed_location()
+    where = replayed or compat.calling_location()
+    facts = {
+        "array": repr(q),
+        "type": type(q).__name__,
+        "primitive": "an explicit call" if primitive is None else str(primitive),
+        "dense_bytes": q.size * q.itemsize,
+        "where": f"{where[0]}:{where[1]}",
+    }
+    record("decode" if picked else "materialize", shape=q.shape, dtype=q.dtype, **facts)
+    if policy == "error":
+        raise errors.MaterializationError(errors.REFUSED.format(**facts))
+    if warn:
+        kind, primitive, message = type(q), facts["primitive"], errors.WARNED.format(**facts)
+        if replayed is None and _state.notices is not None:
+            _state.notices.append((kind, primitive, message))
+        _warn_once(kind, primitive, message, where)
+
+
+@contextlib.contextmanager
+def collecting_notices(notices: list[Any]) -> Iterator[None]:
+    """A block whose code will be compiled and then called from other places, each of which is to be warned once."""
+    before, _state.notices = _state.notices, notices
+    try:
+        yield
+    finally:
+        _state.notices = before
+
+
+def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
+    """Warn the code that is running about what was noticed, for these types, when the function it calls was traced."""
+    if policy_in_force() == "warn":
+        where = compat.replayed_location() or compat.calling_location()
+        for kind, primitive, message in tuple(notices):
+            if kind in types:
+                _warn_once(kind, primitive, message, where)
+
+
+def _warn_once(kind: type, primitive: str, message: str, where: tuple[str, int]) -> None:
+    key = kind, primitive, *where
+    if key not in _warned:
+        warnings.warn_explicit(message, errors.MaterializationWarning, *where)
+        _warned.add(key)
+
+
+# -- materialize -----------------------------------------------------------------------------------------------------
+
+
+def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap a subclass' `materialize`: notice it, map it over batch axes, check what it returns."""
+
+    @functools.wraps(raw)
+    def materialize(self: Any) -> Any:
+        if _aval.deriving():
+            return _over_batch_axes(raw, self)
+        if _state.materializing is not None:  # a part of an array that is being materialized already, or super()
+            return _over_batch_axes(raw, self)
+        _notice(self)
+        _state.materializing = self
+        try:
+            out = _over_batch_axes(raw, self)
+        finally:
+            _state.materializing = None
+        _check(self, out)
+        return out
+
+    return materialize
+
+
+def _over_batch_axes(raw: Callable[[Any], Any], q: Any) -> Any:
+    leaves, treedef = jtu.tree_flatten(q)
+    extra = _aval.batch_rank(q, leaves)
+    if extra <= 0:
+        return raw(q)
+
+    def run(*leaves: Any) -> Any:
+        return raw(jtu.tree_unflatten(treedef, leaves))
+
+    for _ in range(extra):
+        run = jax.vmap(run)
+    return run(*leaves)
+
+
+def _check(q: Any, out: Any) -> None:
+    found = getattr(out, "shape", None), getattr(out, "dtype", None)
+    for what, declared, got in zip(("shape", "dtype"), (q.shape, q.dtype), found, strict=True):
+        if declared != got:
+            raise errors.AvalMismatchError(
+                errors.DECLARED_MISMATCH.format(
+                    name=type(q).__name__, what=what, declared=declared, source="materialize()", found=got
+                )
+            )
+
+
+def materialize(x: Any) -> Any:
+    """The dense array behind `x`, however deeply nested; anything that is no implicit array is returned unchanged."""
+    while isinstance(x, ArrayOperators):
+        x = x.materialize()
+    return x
+
+
+def materialize_on_request(q: Any) -> Any:
+    """As `materialize`, for conversions that ask for a dense array by name (`np.asarray`, `jnp.asarray`)."""
+    before, _state.requested = _state.requested, True
+    try:
+        return materialize(q)
+    finally:
+        _state.requested = before
+
+
+def dense_for(primitive: Any, value: Any) -> Any:
+    """`value`, materialized on behalf of a primitive if it is implicit."""
+    if not isinstance(value, ArrayOperators):
+        return value
+    with handling(primitive), _aval.explained(value):
+        return materialize(value)
+
+
+def materialize_nested(implicit_arr: Any, full: bool = False, on_failure: Literal["raise", "ones"] = "raise") -> Any:
+    """Materialize one layer of an implicit array, or all of them.
+
+    Args:
+        implicit_arr: an implicit array; anything else is returned unchanged.
+        full: go on until the result is dense.
+        on_failure: `"raise"` a `MaterializationError` from the cause, or give an array of `"ones"` of the declared
+            shape and dtype, with a warning.
+    """
+    if on_failure not in ("raise", "ones"):
+        raise ValueError(f"on_failure is {on_failure!r}; allowed values are 'raise' and 'ones'.")
+    out = implicit_arr
+    try:
+        while isinstance(out, ArrayOperators):
+            out = out.materialize()
+            if not full:
+                break
+    except BaseException as err:
+        if isinstance(err, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
+        return _after_failure(implicit_arr, err, on_failure)
+    return out
+
+
+def _after_failure(q: Any, err: BaseException, on_failure: str) -> Any:
+    message = f"materializing {type(q).__name__}({_aval.describe_leaves(q)}) failed: {type(err).__name__}: {err}"
+    if on_failure == "raise":
+        raise errors.MaterializationError(message) from err
+    warnings.warn(f"{message}; returning ones as asked", errors.MaterializationWarning, stacklevel=3)
+    return jnp.ones(q.shape, q.dtype)
+
+
+# -- last resorts ----------------------------------------------------------------------------------------------------
+
+
+def default_handler(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Bind a primitive as JAX would."""
+    return primitive.bind(*args, **compat.bind_params(primitive, params))
+
+
+def materialize_handler(primitive: Any, *vals: Any, params: dict[str, Any]) -> Any:
+    """Materialize every implicit operand, then bind."""
+    return default_handler(primitive, *(dense_for(primitive, v) for v in vals), **params)

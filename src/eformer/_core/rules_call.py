@@ -1,0 +1,198 @@
+"""Structural rules of calls: jit, checkpoint, custom_vmap, higher-level primitives, and identities on the storage."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from eformer import _jax as compat
+
+from .fallback import collecting_notices, dense_for, materialize, repeat_notices
+from .fields import note_of, was_picked
+from .placement import child_shardings
+from .registry import registry
+from .trace import call_jaxpr, is_implicit, rule, run
+
+# -- jit -------------------------------------------------------------------------------------------------------------
+
+_JIT_CACHE_SIZE = 1024
+_jit_cache: collections.OrderedDict[Any, tuple[Any, Any, list[Any]]] = collections.OrderedDict()
+_jit_lock = threading.Lock()
+
+
+@rule("jit")
+def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
+    # A function traced for an array without the note would be found again, and the note lost.
+    inlined = compat.inlined_early(params["inline"]) or any(is_implicit(v) and note_of(v) is not None for v in values)
+    if inlined and not compat.is_eval_trace(compat.current_trace()):
+        return call_jaxpr(params["jaxpr"], values)
+    values, in_shardings = _placed_arguments(primitive, values, params)
+    picked = tuple(is_implicit(v) and was_picked(v) for v in values)
+    jitted, notices = _jitted(params, in_shardings, picked)
+    if notices:
+        repeat_notices(notices, {type(v) for v in values})
+    return jitted(*values)
+
+
+def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Arguments with the sharding each was asked for; one that an implicit array cannot have makes it dense."""
+    placed, shardings = [], []
+    for value, sharding in zip(values, params["in_shardings"], strict=True):
+        asked = sharding if isinstance(sharding, jax.sharding.Sharding) else None
+        if asked is not None and is_implicit(value):
+            per_child = child_shardings(value, asked)
+            value = dense_for(primitive, value) if per_child is None else value
+            asked = asked if per_child is None else per_child
+        placed.append(value)
+        shardings.append(asked)
+    if all(s is None for s in shardings):
+        return placed, ()
+    return placed, tuple(shardings)
+
+
+def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...], picked: tuple[bool, ...]) -> tuple[Any, list[Any]]:
+    """A jitted replay of the jaxpr, one per jaxpr and state of the registry, with everything the user asked of jit.
+
+    With it comes what was noticed while it was traced, for callers who find it traced already.
+    """
+    jaxpr = params["jaxpr"]
+    leaves, treedef = jtu.tree_flatten(in_shardings)
+    key = (id(jaxpr), registry.version, tuple(leaves), treedef, params["donated_invars"], picked)
+    with _jit_lock:
+        hit = _jit_cache.get(key)
+        if hit is not None:
+            _jit_cache.move_to_end(key)
+            return hit[1:]
+    notices: list[Any] = []
+    replay = _replay(jaxpr, params["out_shardings"], params.get("name", "implicit_jit"), notices)
+    jitted = jax.jit(replay, **_jit_options(params, in_shardings))
+    with _jit_lock:
+        _jit_cache[key] = (jaxpr, jitted, notices)  # the entry keeps the jaxpr alive, and with it the meaning of its id
+        while len(_jit_cache) > _JIT_CACHE_SIZE:
+            _jit_cache.popitem(last=False)
+    return jitted, []
+
+
+def _replay(jaxpr: Any, out_shardings: Any, name: str, notices: list[Any]) -> Any:
+    asked = [isinstance(s, jax.sharding.Sharding) for s in out_shardings]
+
+    def replay(*values: Any) -> list[Any]:
+        with collecting_notices(notices):
+            out = call_jaxpr(jaxpr, values)
+        if not any(asked):
+            return out
+        # An output with a sharding of its own is dense: that sharding is about the logical array.
+        return [dense_for(name, o) if dense else o for o, dense in zip(out, asked, strict=True)]
+
+    replay.__name__ = replay.__qualname__ = name
+    return replay
+
+
+def _jit_options(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "donate_argnums": tuple(i for i, donated in enumerate(params["donated_invars"]) if donated),
+        "keep_unused": params["keep_unused"],
+        "inline": compat.inlined_early(params["inline"]),
+    }
+    if any(isinstance(s, jax.sharding.Sharding) for s in params["out_shardings"]):
+        options["out_shardings"] = [
+            s if isinstance(s, jax.sharding.Sharding) else None for s in params["out_shardings"]
+        ]
+    if in_shardings:
+        options["in_shardings"] = in_shardings
+    if params.get("compiler_options_kvs"):
+        options["compiler_options"] = dict(params["compiler_options_kvs"])
+    return options
+
+
+# -- checkpoint --------------------------------------------------------------------------------------------------------
+
+
+@rule("remat2", "checkpoint", "remat")
+def _checkpoint(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
+    jaxpr, prevent_cse = params["jaxpr"], params["prevent_cse"]
+    if params.get("differentiated") and prevent_cse:  # already the backward pass: keep the barrier, do not nest
+        return call_jaxpr(jaxpr, jax.lax.optimization_barrier(list(values)))
+    return _checkpointed(jaxpr, prevent_cse, params["policy"], values)
+
+
+def _checkpointed(jaxpr: Any, prevent_cse: bool, policy: Any, values: list[Any]) -> list[Any]:
+    return jax.checkpoint(lambda *a: call_jaxpr(jaxpr, a), prevent_cse=prevent_cse, policy=policy)(*values)
+
+
+# -- other calls -------------------------------------------------------------------------------------------------------
+
+
+@rule("closed_call", "core_call", "core_closed_call", "eval_jaxpr")
+def _inlined(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
+    return call_jaxpr(params["call_jaxpr"], values)
+
+
+@rule("call_hi_primitive")
+def _hi_primitive(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    """Higher-level primitives: jax.numpy's own are expanded; one with a user's derivative rule is never taken apart."""
+    hi = params["_prim"]
+    remat = compat.remat_hi_primitive(hi)
+    if remat is not None:
+        jaxpr, prevent_cse, policy = remat
+        return _checkpointed(jaxpr, prevent_cse, policy, values)
+    if compat.is_jnp_hi_primitive(hi):
+        return run(lambda *a: primitive.to_lojax(*a, **params), values)
+    return primitive.bind(*(dense_for(primitive, v) for v in values), **params)
+
+
+@rule("custom_vmap_call")
+def _custom_vmap(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
+    """The user's batching rule sees dense arrays; the function itself keeps dispatching."""
+    in_tree, out_tree = params["in_tree"], params["out_tree"]
+    f = jax.custom_batching.custom_vmap(lambda *vals: call_jaxpr(params["call"], vals))
+
+    @f.def_vmap
+    def _(size: int, batched: Any, *vals: Any) -> Any:
+        flags = [any(jtu.tree_leaves(b)) for b in batched]
+        vals = tuple(_batched_dense(primitive, v, b, size) for v, b in zip(vals, batched, strict=True))
+        args = jtu.tree_unflatten(in_tree, vals)
+        out, out_batched = params["rule"](size, list(jtu.tree_unflatten(in_tree, flags)), *args)
+        return jtu.tree_leaves(out), out_tree.flatten_up_to(out_batched)
+
+    return f(*values)
+
+
+def _batched_dense(primitive: Any, value: Any, batched: Any, size: int) -> Any:
+    if not is_implicit(value):
+        return value
+    if not any(jtu.tree_leaves(batched)):
+        return dense_for(primitive, value)
+    leaves, treedef = jtu.tree_flatten(value)
+    flags = jtu.tree_leaves(batched)
+    stacked = [x if b else jnp.broadcast_to(x, (size, *jnp.shape(x))) for x, b in zip(leaves, flags, strict=True)]
+    return jax.vmap(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)))(*stacked)
+
+
+# -- identities on the storage -----------------------------------------------------------------------------------------
+
+
+@rule("copy", "copy_p", "name", "pvary", "pcast", "stop_gradient")
+def _on_children(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    """Identities act on every child; results of the same type."""
+    (q,) = values
+    return jtu.tree_map(lambda leaf: primitive.bind(jnp.asarray(leaf), **params), q)
+
+
+@rule("optimization_barrier")
+def _barrier(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
+    return jax.lax.optimization_barrier(list(values))
+
+
+@rule("convert_element_type")
+def _convert(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    """A conversion to the dtype it has already is no work; any other needs a handler or the dense array."""
+    (q,) = values
+    if jnp.dtype(params["new_dtype"]) == q.dtype and params.get("sharding") is None:
+        return q
+    return type(q).default_handler(primitive, q, params=params)

@@ -1,0 +1,216 @@
+"""Rules of custom_jvp, custom_vjp and shard_map, which JAX hands to a trace as functions rather than jaxprs.
+
+The functions are one-shot (stores inside them may be filled once), so they are never called to try something out. They
+run under a trace with the tag of the surrounding one: values they closed over are still ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from eformer import _jax as compat
+
+from .box import jvp_of_moving
+from .fallback import dense_for, materialize
+from .placement import child_specs
+from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
+
+
+def _traced(trace: ImplicitTrace, function: Any) -> Callable[..., list[Any]]:
+    return lambda *values: run(lambda *args: list(function.call_wrapped(*args)), values, trace.tag)
+
+
+def _dense_results(primitive: Any, f: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return lambda *values: [dense_for(primitive, out) for out in f(*values)]
+
+
+def _handled(trace: ImplicitTrace, primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    """What a user's handler makes of the call, its functions made callable on implicit and dense values alike."""
+    called: list[str] = []
+
+    def callable_one(name: str, function: Any) -> Callable[..., list[Any]]:
+        run_it = _traced(trace, function)
+        return lambda *args: called.append(name) or run_it(*args)
+
+    functions = {k: callable_one(k, v) for k, v in params.items() if hasattr(v, "call_wrapped")}
+    with compat.set_current_trace(trace.parent_trace):
+        out = call_handlers(primitive, values, {**params, **functions}, check=False)
+        if out is NotImplemented:
+            return out
+        if not called:  # JAX reads the structure of the result off the function, so it must have run
+            jax.eval_shape(functions["fun"], *values)
+    return [trace.wrap(o) for o in (out if isinstance(out, (list, tuple)) else [out])]
+
+
+# -- custom_jvp --------------------------------------------------------------------------------------------------------
+
+
+def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:
+    values = [trace.unwrap(t) for t in tracers]
+    fun, jvp, symbolic_zeros = params["fun"], params["jvp"], params["symbolic_zeros"]
+    call = _dense_results(primitive, _traced(trace, fun))
+    differentiate = _dense_results(primitive, _traced(trace, jvp))
+    if not any(map(is_implicit, values)):
+        subfuns = compat.wrap_function(call, fun), compat.wrap_function(differentiate, jvp)
+        bound = {"subfuns": subfuns, "symbolic_zeros": symbolic_zeros}
+        return compat.bind_at(primitive, trace.parent_trace, values, bound)
+    handled = _handled(trace, primitive, values, params)
+    if handled is not NotImplemented:
+        return handled
+
+    f = jax.custom_jvp(lambda *vals: call(*vals))
+
+    def jvp_rule(primals: Any, tangents: Any) -> Any:
+        pairs = [_dense_pair(primitive, p, t) for p, t in zip(primals, tangents, strict=True)]
+        moves = [t if symbolic_zeros else _instantiated(t) for _, t in pairs]
+        out = differentiate(*[p for p, _ in pairs], *moves)
+        return out[: len(out) // 2], out[len(out) // 2 :]
+
+    # Zeros stay symbolic up to here, so that operands nobody differentiates are not.
+    f.defjvp(jvp_rule, symbolic_zeros=True)
+    with compat.set_current_trace(trace.parent_trace):
+        return f(*values)
+
+
+def _dense_pair(primitive: Any, primal: Any, tangent: Any) -> tuple[Any, Any]:
+    """A dense primal and its tangent, for a user's rule that was written for arrays."""
+    if not is_implicit(primal):
+        return primal, tangent
+    leaves, treedef = jtu.tree_flatten(primal)
+    tangents = treedef.flatten_up_to(tangent)
+    if all(map(compat.is_symbolic_zero, tangents)):
+        return dense_for(primitive, primal), compat.symbolic_zero(primal.aval)
+    return jvp_of_moving(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), leaves, tangents)
+
+
+# -- custom_vjp --------------------------------------------------------------------------------------------------------
+
+
+def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:
+    values = [trace.unwrap(t) for t in tracers]
+    fun, fwd, bwd, symbolic_zeros = params["fun"], params["fwd"], params["bwd"], params["symbolic_zeros"]
+    call = _dense_results(primitive, _traced(trace, fun))
+    if not any(map(is_implicit, values)):
+        forward = compat.wrap_function(_dense_results(primitive, _traced(trace, fwd)), fwd)
+        bound = {**params, "subfuns": (compat.wrap_function(call, fun), forward, bwd)}
+        for name in ("fun", "fwd", "bwd"):
+            del bound[name]
+        return compat.bind_at(primitive, trace.parent_trace, values, bound)
+    handled = _handled(trace, primitive, values, params)
+    if handled is not NotImplemented:
+        return handled
+
+    f = jax.custom_vjp(lambda *vals: call(*vals))
+
+    def forward_rule(*args: Any) -> Any:
+        vals, moving = _split_perturbed(args)
+        perturbed = moving if symbolic_zeros else [True] * len(vals)
+        flat = _traced(trace, fwd)(*[x for pair in zip(vals, perturbed, strict=True) for x in pair])
+        _, residual_tree, forwarded = params["out_trees"]()
+        n_residuals = residual_tree.num_leaves - sum(i is not None for i in forwarded)
+        pruned = iter(flat[:n_residuals])
+        residuals = [next(pruned) if i is None else vals[i] for i in forwarded]
+        wanted = [
+            _split_leaves(a) if is_implicit(v) and m else None for a, v, m in zip(args, vals, moving, strict=True)
+        ]
+        return [dense_for(primitive, o) for o in flat[n_residuals:]], (residuals, wanted)
+
+    def backward_rule(saved: Any, cotangents: Any) -> tuple[Any, ...]:
+        residuals, wanted = saved
+        cotangents = cotangents if symbolic_zeros else list(map(_instantiated, cotangents))
+        backward = lambda *args: compat.cotangents_only(bwd.call_wrapped(*args))  # noqa: E731
+        out = run(backward, [*residuals, *cotangents], trace.tag)
+        return tuple(_pull_back(v, leaves, ct) for v, leaves, ct in zip(values, wanted, out, strict=True))
+
+    # Symbolic zeros tell which operands are differentiated: only those are pulled back to their children.
+    f.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    with compat.set_current_trace(trace.parent_trace):
+        return f(*values)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _split_perturbed(args: Any) -> tuple[tuple[Any, ...], list[bool]]:
+    """Values and whether they are differentiated, from the pairs `symbolic_zeros=True` gives for every leaf."""
+    vals = jtu.tree_map(lambda p: p.value, args, is_leaf=_is_pair)
+    perturbed = [any(p.perturbed for p in jtu.tree_leaves(arg, is_leaf=_is_pair)) for arg in args]
+    return vals, perturbed
+
+
+def _split_leaves(arg: Any) -> tuple[list[Any], list[Any]]:
+    """The leaves of one operand that are differentiated, and those that are not; None where it is the other kind."""
+    pairs = jtu.tree_leaves(arg, is_leaf=_is_pair)
+    return [p.value if p.perturbed else None for p in pairs], [None if p.perturbed else p.value for p in pairs]
+
+
+def _instantiated(tangent: Any) -> Any:
+    """Zeros in full, for rules that did not ask to see symbolic ones."""
+    return compat.ad.instantiate_zeros(compat.ad.Zero(tangent.aval)) if compat.is_symbolic_zero(tangent) else tangent
+
+
+def _pull_back(value: Any, leaves: Any, cotangent: Any) -> Any:
+    """The cotangent of an operand: for an implicit one, pulled back through `materialize` to the children that move."""
+    if not is_implicit(value):
+        return None if compat.is_symbolic_zero(cotangent) else cotangent
+    if leaves is None:
+        return None
+    moving, fixed = leaves
+    treedef = jtu.tree_structure(value)
+    if cotangent is None or compat.is_symbolic_zero(cotangent):
+        cotangent = jnp.zeros(value.shape, value.dtype)
+
+    def dense(*operands: Any) -> Any:
+        given = iter(operands)
+        whole = [f if m is None else next(given) for m, f in zip(moving, fixed, strict=True)]
+        return materialize(jtu.tree_unflatten(treedef, whole))
+
+    _, pull = jax.vjp(dense, *[m for m in moving if m is not None])
+    found = iter(pull(materialize(cotangent)))
+    return jtu.tree_unflatten(treedef, [None if m is None else next(found) for m in moving])
+
+
+# -- shard_map -------------------------------------------------------------------------------------------------
+
+
+def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:
+    """Split the children as the specs of the logical arrays say; an array that cannot be split so enters dense."""
+    values = [trace.unwrap(t) for t in tracers]
+    if any(map(is_implicit, values)):
+        handled = _handled_shard_map(trace, primitive, values, params)
+        if handled is not NotImplemented:
+            return handled
+    fun, args, specs = params["fun"], [], []
+    for value, spec in zip(values, params["in_specs"], strict=True):
+        per_leaf = child_specs(value, spec) if is_implicit(value) else [spec]
+        if per_leaf is None:
+            with compat.set_current_trace(trace.parent_trace):
+                value, per_leaf = dense_for(primitive, value), [spec]
+        args.append(value)
+        specs.extend(per_leaf)
+    leaves, treedef = jtu.tree_flatten(args)
+
+    def body(*leaves: Any) -> Any:
+        inner = ImplicitTrace(compat.current_trace(), trace.tag)
+        with compat.set_current_trace(inner):
+            out, aux = fun(*map(inner.wrap, jtu.tree_unflatten(treedef, leaves))).unpack_aux()
+        return out.map(lambda t: dense_for(primitive, inner.unwrap(t))).with_aux(aux)
+
+    bound = {**params, "subfuns": (body,), "in_specs": tuple(specs)}
+    del bound["fun"]
+    bound["debug_info"] = compat.without_argument_names(bound["debug_info"])
+    return compat.bind_at(primitive, trace.parent_trace, leaves, bound)
+
+
+def _handled_shard_map(trace: ImplicitTrace, primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    with compat.set_current_trace(trace.parent_trace):
+        return call_handlers(primitive, values, params, check=False)
+
+
+CALL_RULES.update({"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp, "shard_map": _shard_map})

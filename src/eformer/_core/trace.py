@@ -1,0 +1,317 @@
+"""The trace: where a primitive with an implicit operand is met, and what is done with it.
+
+Dense values are never wrapped. A primitive without an implicit operand binds on the parent trace untouched. Otherwise
+the order is: registered handlers, the structural rule of a higher-order primitive, then materialization.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from eformer import _jax as compat
+from eformer import errors as errors
+
+from . import fallback as _fallback
+from . import operators as _operators
+from .array import ImplicitArray
+from .box import box_p, unbox
+from .registry import canonical_name, registry
+
+registry.any_operand = jax.Array | ImplicitArray
+
+# Structural rules by primitive name: rule(primitive, values, params) -> result. Filled in by the `_rules_*` modules.
+STRUCTURAL: dict[str, Callable[..., Any]] = {}
+# Rules of the three primitives JAX hands to traces with functions instead of jaxprs.
+CALL_RULES: dict[str, Callable[..., Any]] = {}
+
+# The `with implicit:` blocks entered in this context, outermost first.
+open_blocks: ContextVar[tuple[Any, ...]] = ContextVar("eformer_open_blocks", default=())
+
+_COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne", "add_any"})
+
+
+def is_implicit(x: Any) -> bool:
+    return isinstance(x, ImplicitArray)
+
+
+def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a structural rule for primitives of these names."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        STRUCTURAL.update(dict.fromkeys(names, fn))
+        return fn
+
+    return decorate
+
+
+class ImplicitTracer(compat.Tracer):
+    """An implicit array while a function runs under `implicit`."""
+
+    __slots__ = ["value"]
+
+    def __init__(self, trace: ImplicitTrace, value: ImplicitArray):
+        self._trace = trace
+        self.value = value
+
+    @property
+    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.value.aval
+
+    def full_lower(self) -> Any:
+        """A tracer that outlived its `with` block, or left its task, is an ordinary array from then on."""
+        return self if self._trace.is_open() else _fallback.dense_for("a value used after its scope", self.value)
+
+    def to_concrete_value(self) -> Any:
+        """`bool(x)`, `x.item()`, boolean masks: as on a plain array, unless a surrounding jit hides the numbers.
+
+        JAX mostly asks only whether there is such a value, so it is the array itself: nothing is computed yet.
+        """
+        hidden = any(isinstance(leaf, compat.Tracer) for leaf in jtu.tree_leaves(self.value))
+        return None if hidden else self.value
+
+    def materialize(self) -> Any:
+        with compat.set_current_trace(self._trace.parent_trace):
+            return _fallback.materialize_on_request(self.value)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.to_concrete_value() is None:
+            return super().__array__(*args, **kwargs)
+        return self.value.__array__(*args, **kwargs)
+
+    def item(self, *args: Any) -> Any:
+        concrete = self.to_concrete_value()
+        return super().item(*args) if concrete is None else self.materialize().item(*args)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def tolist(self) -> Any:
+        concrete = self.to_concrete_value()
+        return super().tolist() if concrete is None else self.materialize().tolist()
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.nbytes
+
+
+class ImplicitTrace(compat.Trace):
+    """Intercepts primitives on ImplicitTracers of its own tag; everything else goes to `parent_trace`."""
+
+    __slots__ = ("_own_ref", "closed", "is_block", "parent_trace", "tag")
+
+    def __init__(self, parent_trace: Any, tag: Any, is_block: bool = False):
+        super().__init__()
+        self.parent_trace, self.tag, self.closed, self.is_block = parent_trace, tag, False, is_block
+        self.requires_low = False
+
+    @property
+    def _weakref(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What JAX keys its caches with; to libraries that ask which trace they are in, the one around us."""
+        return self.parent_trace._weakref if compat.read_as_opaque_state() else self._own_ref
+
+    @_weakref.setter
+    def _weakref(self, ref: Any) -> None:
+        self._own_ref = ref
+
+    def is_open(self) -> bool:
+        """A `with` block is open for the asyncio task that entered it, although its trace is current on the thread."""
+        return not self.closed and (not self.is_block or self in open_blocks.get())
+
+    def unwrap(self, x: Any) -> Any:
+        return x.value if type(x) is ImplicitTracer and x._trace.tag is self.tag else x
+
+    def wrap(self, x: Any) -> Any:
+        return ImplicitTracer(self, x) if isinstance(x, ImplicitArray) else x
+
+    def stage_value(self, val: Any) -> Any:
+        return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent_trace.cur_qdd(x)
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if self.is_block and not self.is_open():
+            return compat.bind_at(primitive, self.parent_trace, tracers, params)
+        tag, found, values = self.tag, False, []
+        for t in tracers:
+            if type(t) is ImplicitTracer and t._trace.tag is tag:
+                t, found = t.value, True
+            elif not found and isinstance(t, ImplicitArray):
+                found = True
+            values.append(t)
+        if primitive is box_p:
+            return ImplicitTracer(self, unbox(values, params["treedef"]))
+        if not found and not _may_hide_box(primitive, params):
+            return compat.bind_at(primitive, self.parent_trace, values, params)
+        with compat.set_current_trace(self.parent_trace):
+            out = dispatch(primitive, values, params)
+        return [self.wrap(v) for v in out] if primitive.multiple_results else self.wrap(out)
+
+    def process_call(self, primitive: Any, f: Any, tracers: Any, params: Any, /) -> Any:  # JAX 0.10 only
+        with compat.set_current_trace(self):
+            return f.call_wrapped(*tracers)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        return CALL_RULES["custom_jvp_call"](self, primitive, tracers, {"fun": fun, "jvp": jvp, **params})
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        params = {"fun": fun, "fwd": fwd, "bwd": bwd, **params}
+        return CALL_RULES["custom_vjp_call"](self, primitive, tracers, params)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        return CALL_RULES["shard_map"](self, primitive, tracers, {"fun": fun, **params})
+
+
+compat.register_tracer_type(ImplicitTracer)
+
+
+def run(f: Callable[..., Sequence[Any]], values: Sequence[Any], tag: Any = None) -> list[Any]:
+    """Call `f` on values under a new trace above the current one. `tag` lets closed-over tracers of a trace be seen."""
+    trace = ImplicitTrace(compat.current_trace(), tag or compat.TraceTag())
+    with compat.set_current_trace(trace):
+        out = f(*[trace.wrap(v) for v in values])
+    return [trace.unwrap(v) for v in out]
+
+
+def apply(f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)` with dispatch, for functions whose arguments are values and whose result is one array or a few."""
+    trace = ImplicitTrace(compat.current_trace(), compat.TraceTag())
+    with compat.set_current_trace(trace):
+        out = f(*[trace.wrap(a) for a in args])
+    if isinstance(out, (tuple, list)):
+        return jtu.tree_map(trace.unwrap, out)
+    return trace.unwrap(out)
+
+
+_operators.apply = apply
+
+
+def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Replay a jaxpr with dispatch."""
+    with compat.replaying():
+        return run(compat.jaxpr_function(jaxpr), values)
+
+
+# -- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def dispatch(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    """The result of a primitive on values of which some are implicit. Runs under the parent trace."""
+    out = call_handlers(primitive, values, params)
+    if out is not NotImplemented:
+        return out
+    structural = STRUCTURAL.get(primitive.name)
+    if structural is not None:
+        return structural(primitive, values, params)
+    first = next(v for v in values if isinstance(v, ImplicitArray))
+    return type(first).default_handler(primitive, *values, params=params)
+
+
+def call_handlers(primitive: Any, values: list[Any], params: dict[str, Any], check: bool = True) -> Any:
+    """Ask the handlers for these operands, best first; NotImplemented if none of them wants to."""
+    name = primitive.name
+    if not registry.has(name):
+        name = canonical_name(primitive)
+        if not registry.has(name):
+            return NotImplemented
+    types = tuple([type(v) if isinstance(v, ImplicitArray) else jax.Array for v in values])
+    out = _ask(primitive, name, types, values, params, check)
+    if out is not NotImplemented or name not in _COMMUTATIVE or types[0] is types[1]:
+        return out
+    if all(v.commute_ops for v in values if isinstance(v, ImplicitArray)):  # a handler for (Q, dense): (dense, Q) too
+        return _ask(primitive, name, types[::-1], values[::-1], params, check)
+    return NotImplemented
+
+
+def _ask(primitive: Any, name: str, types: Any, values: list[Any], params: dict[str, Any], check: bool) -> Any:
+    skip = 0
+    while (handler := registry.lookup(name, types, skip)) is not None:
+        operands = [_as_operand(v) for v in values]
+        # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
+        expected = compat.result_avals(primitive, operands, params) if check else None
+        with _fallback.handling(primitive):
+            out = handler(primitive, operands, params)
+        if out is not NotImplemented:
+            return _checked(handler, primitive, out, operands, expected) if check else out
+        skip += 1
+    return NotImplemented
+
+
+def _as_operand(value: Any) -> Any:
+    """Handlers see arrays: numbers and numpy values become jax.Arrays."""
+    return value if _is_array(value) else jnp.asarray(value)
+
+
+def _is_array(value: Any) -> bool:
+    # `isinstance(value, jax.Array)` goes through a metaclass; all of those, and only those, have an aval
+    return isinstance(value, ImplicitArray) or hasattr(value, "aval")
+
+
+def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expected: list[Any] | None) -> Any:
+    """The result of a handler, if it can be the result of this primitive."""
+    if expected is not None and not primitive.multiple_results and _is_array(out):
+        aval = expected[0]
+        if out.dtype == aval.dtype and out.shape == aval.shape:  # the usual case: one result, and it is right
+            return out
+    results = out if primitive.multiple_results and isinstance(out, (list, tuple)) else [out]
+    if expected is not None:
+        if len(results) != len(expected):
+            _wrong_result(handler, primitive, f"{len(results)} results", f"{len(expected)}", operands)
+        for result, aval in zip(results, expected, strict=True):
+            _check_one(handler, primitive, result, aval, operands)
+    results = [_as_operand(r) for r in results]
+    return results if primitive.multiple_results else results[0]
+
+
+def _check_one(handler: Any, primitive: Any, result: Any, aval: Any, operands: list[Any]) -> None:
+    if not hasattr(result, "shape") and not isinstance(result, (bool, int, float, complex)):
+        _wrong_result(handler, primitive, f"{result!r} ({type(result).__name__})", aval.str_short(), operands)
+    shape, dtype = jnp.shape(result), jnp.result_type(result)
+    if shape == aval.shape and (dtype == aval.dtype or not hasattr(result, "dtype")):
+        return
+    found = f"{dtype.name}[{','.join(map(str, shape))}]"
+    if shape == ():  # broadcasts like any scalar; the odd handler uses that on purpose
+        message = f"handler {handler.name} for {primitive} returned a scalar {found}, expected {aval.str_short()}"
+        warnings.warn(message, errors.HandlerResultWarning, stacklevel=2)
+        return
+    _wrong_result(handler, primitive, found, aval.str_short(), operands)
+
+
+def _wrong_result(handler: Any, primitive: Any, found: str, expected: str, operands: list[Any]) -> None:
+    shown = ", ".join(f"{type(v).__name__ if is_implicit(v) else 'Array'}{list(v.shape)}" for v in operands)
+    raise errors.HandlerResultError(
+        errors.WRONG_RESULT.format(
+            handler=handler.name, primitive=primitive, found=found, expected=expected, operands=shown
+        )
+    )
+
+
+# -- boxes inside jaxprs -----------------------------------------------------------------------------------------------
+
+_boxes: dict[int, tuple[Any, bool]] = {}
+_BOXES_LIMIT = 8192
+
+
+def _may_hide_box(primitive: Any, params: dict[str, Any]) -> bool:
+    return bool(params) and (primitive.name in STRUCTURAL or primitive.multiple_results) and contains_box(params)
+
+
+def contains_box(params: dict[str, Any]) -> bool:
+    """Does a jaxpr in these parameters hold an implicit array? Remembered per jaxpr."""
+    return any(_jaxpr_has_box(compat.open_jaxpr(jaxpr)) for jaxpr in compat.jaxprs_in(params))
+
+
+def _jaxpr_has_box(jaxpr: Any) -> bool:
+    known = _boxes.get(id(jaxpr))
+    if known is None or known[0] is not jaxpr:
+        if len(_boxes) >= _BOXES_LIMIT:
+            _boxes.clear()
+        found = any(eqn.primitive is box_p or contains_box(eqn.params) for eqn in jaxpr.eqns)
+        known = _boxes[id(jaxpr)] = (jaxpr, found)
+    return known[1]

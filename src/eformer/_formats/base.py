@@ -1,0 +1,209 @@
+"""What all quantized arrays share: immutability, a logical dtype, sharding, and moving storage instead of values.
+
+The storage of every format is a few *parts*. A part keeps the free (not blocked) logical axes in front, in order, and
+the blocked axis, if the format has one, as `tail` axes at the end. A free axis of a part has the logical size, or size
+1 where one entry serves the whole axis (a scale). That is all the shape operations need to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from eformer._core import ImplicitArray
+from eformer._core.fields import Note, layout, note_of, was_picked
+
+from . import sharding as _sharding
+from .frozen import frozen, refusal
+
+Q = TypeVar("Q", bound="QuantizedArray")
+Sharding = NamedSharding | PartitionSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds."""
+
+    field: str
+    tail: int = 0
+    unit: int = 1
+    is_scale: bool = False
+
+
+class QuantizedArray(ImplicitArray, frozen=True):
+    """Base of the quantized arrays: storage in parts, a logical dtype that is lazy, and a sharding to keep.
+
+    Subclasses are dataclasses with the auxiliary fields `pad` (values of the blocked axis that exist in storage only),
+    `sharding` and `use_kernel`, and answer `blocked`, `parts` (the codes first) and `materialize`.
+    """
+
+    # The class has no fields of its own: dataclass fields of a base would come before the documented ones.
+    format: ClassVar[str]
+    parts: ClassVar[tuple[Part, ...]]
+    pad: int
+    sharding: Any
+    use_kernel: bool
+    _remembers: ClassVar[Any] = (False, True)
+
+    @property
+    def blocked(self) -> Any:
+        """The logical axis, counted from the end, along which values are packed; None if the format packs none."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say along which axis it packs values. Give it `blocked`: a property that "
+            "returns an axis counted from the end, or `blocked: ClassVar[None] = None` if it packs none."
+        )
+
+    def compute_shape(self) -> tuple[int, ...]:
+        """The free axes of the codes, which are the first part, and the blocked axis without its padding."""
+        codes = self.parts[0]
+        shape = list(getattr(self, codes.field).shape)
+        if self.blocked is None:
+            return tuple(shape)
+        front = len(shape) - codes.tail
+        free, size = shape[:front], shape[front] * codes.unit - self.pad
+        free.insert(front + 1 + self.blocked, size)
+        return tuple(free)
+
+    @property
+    def core_ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Axes in front of the blocked one are axes of every part, so they are batch axes."""
+        return 0 if self.blocked is None else -self.blocked
+
+    def stores_axis_in_place(self, axis: int, ndim: int) -> bool:
+        """Free axes keep their places up to the blocked one, which is moved behind them."""
+        return self.blocked is None or axis < ndim + self.blocked
+
+    def part(self, part: Part) -> Any:
+        """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
+        array = getattr(self, part.field)
+        return array.expanded() if hasattr(array, "expanded") else array
+
+    @property
+    def scale_part(self) -> Part:
+        return next(p for p in self.parts if p.is_scale)
+
+    def frozen_scale(self) -> Any:
+        """The scale to decode with: whoever differentiates with respect to it is told what to do instead."""
+        scale = self.part(self.scale_part)
+        return scale if self.carries_factor else frozen(scale, self.format)
+
+    @classmethod
+    def tangent_error(cls) -> Exception:
+        return refusal(cls.__name__)
+
+    @property
+    def carries_factor(self) -> bool:
+        """Was the stored scale, guarded, multiplied by a value of the program being traced (see `_factor`)?"""
+        note = note_of(self)
+        return note is not None and note.factor
+
+    def with_factor(self: Q, scale: jax.Array, **changes: Any) -> Q:
+        """A copy with a scale that may be differentiated."""
+        return self.replaced(**{self.scale_part.field: scale}, **changes, note=Note(factor=True, picked=self.is_picked))
+
+    @property
+    def is_picked(self) -> bool:
+        """Does the array hold the rows of a lookup? Those are activations: decoding them is no materialization."""
+        return was_picked(self)
+
+    def as_picked(self: Q, picked: bool = True) -> Q:
+        """A copy that holds the rows of a lookup, or that does not."""
+        if picked == self.is_picked:
+            return self
+        factor = self.carries_factor
+        return self.replaced(note=Note(factor=factor, picked=picked) if factor or picked else None)
+
+    def replaced(self: Q, **changes: Any) -> Q:
+        """A copy with some fields (or `dtype`, or `note`) changed: nothing is decoded, checked or quantized again."""
+        fields = layout(type(self))
+        copy = object.__new__(type(self))
+        state = copy.__dict__
+        for name in (*fields.children, *fields.aux):
+            state[name] = changes.pop(name) if name in changes else getattr(self, name)
+        state["_dtype"] = changes.pop("dtype", self.dtype)
+        state["_shape"] = state["_ranks"] = None
+        state["_settled"] = state["_sealed"] = True
+        state["_note"] = changes.pop("note", note_of(self))
+        if changes:
+            raise TypeError(f"{type(self).__name__} has no fields {sorted(changes)}.")
+        return copy
+
+    def moved(self: Q, parts: dict[str, Any], blocked: int | None, **more: Any) -> Q:
+        """A copy with moved storage whose blocked axis is now `blocked`."""
+        return self.replaced(**parts, axis=blocked, **more)
+
+    def static_layout(self) -> tuple[Any, ...]:
+        """What two arrays must agree on to be joined part by part."""
+        return (self.blocked,)
+
+    @property
+    def blocks_carry_scales(self) -> bool:
+        """Does every block bring its own scale, so that blocks of different arrays may follow each other?"""
+        return False
+
+    def scaled(self: Q, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Q:
+        """A copy with the scale multiplied by `factor`, which has one axis per axis of the scale part.
+
+        Only a factor that is `traced` can be differentiated.
+        """
+        if traced:
+            scale = self.frozen_scale()
+            return self.with_factor(scale * factor.astype(scale.dtype), dtype=dtype)
+        scale = self.part(self.scale_part)
+        return self.replaced(**{self.scale_part.field: scale * factor.astype(scale.dtype)}, dtype=dtype)
+
+    def _adopt(self, other: ImplicitArray) -> None:
+        """Become `other`, while still under construction."""
+        self.__dict__.update(other.__dict__)
+
+    def dequantize(self) -> jax.Array:
+        """The dense array; another name for `materialize`."""
+        return self.materialize()
+
+    def delete(self) -> None:
+        """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
+        for leaf in jtu.tree_leaves(self):
+            if isinstance(leaf, jax.Array):  # NumPy arrays hold no device memory
+                leaf.delete()
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits held per logical value, scales and padding included."""
+        return 8 * self.nbytes / max(self.size, 1)
+
+    def _storage(self) -> str:
+        return f"{self.format}, {self.bits_per_weight:.2f} bits per weight"
+
+    # -- sharding ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Does this array carry a sharding?"""
+        return self.sharding is not None
+
+    def child_specs(self, spec: PartitionSpec) -> Any:
+        """One PartitionSpec per stored array for a PartitionSpec of the logical array."""
+        return _sharding.child_specs(self, spec)
+
+    def with_sharding(self: Q, sharding: Sharding) -> Q:
+        """A copy whose storage is split over devices as `sharding` splits the logical array.
+
+        Codes and scales are split together. A split that would cut a block in two is refused.
+        """
+        return _sharding.place(self, sharding)
+
+    def reshard(self: Q, sharding: Sharding) -> Q:
+        """Another name for `with_sharding`."""
+        return self.with_sharding(sharding)
+
+    def with_mesh_and_axis(self: Q, mesh_and_axis: tuple[Any, Any]) -> Q:
+        """`with_sharding` from a mesh and an axis specification: None, a PartitionSpec, a tuple or list, or a name."""
+        return self.with_sharding(_sharding.from_mesh_and_axis(mesh_and_axis))
+
+    def _constrained(self, dense: jax.Array) -> jax.Array:
+        """The dense array with the sharding this one carries."""
+        return _sharding.constrain(dense, self.sharding)

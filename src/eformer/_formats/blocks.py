@@ -1,0 +1,139 @@
+"""Cutting an axis into groups without copying the array, and moving packed bytes to their place.
+
+Notation: the blocked axis splits a logical shape into `lead + (K,) + trail`. Storage keeps the blocked axis
+last, as `lead + trail + (groups, ...)`. Nothing here merges axes, so a sharding on any of them survives.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eformer import _jax as compat
+
+
+def grouped(x: jax.Array, axis: int, group: int) -> list[jax.Array]:
+    """Views of `x` with the blocked axis cut into `(groups, group)`: the whole groups, then the padded rest.
+
+    Padding the whole array instead would copy it, and a fused pad keeps XLA from vectorizing the loop.
+
+    >>> [p.shape for p in grouped(jnp.zeros((10, 3)), -2, 4)]
+    [(2, 4, 3), (1, 4, 3)]
+    """
+    at = x.ndim + axis
+    size = x.shape[at]
+    whole = size // group
+    lead, trail = x.shape[:at], x.shape[at + 1 :]
+    pieces = []
+    if whole or not size:
+        pieces.append(lax.slice_in_dim(x, 0, whole * group, axis=at).reshape(*lead, whole, group, *trail))
+    if size % group:
+        rest = lax.slice_in_dim(x, whole * group, size, axis=at)
+        padding = [(0, 0)] * x.ndim
+        padding[at] = (0, group - size % group)
+        pieces.append(jnp.pad(rest, padding).reshape(*lead, 1, group, *trail))
+    return pieces
+
+
+def joined(pieces: list[jax.Array], axis: int) -> jax.Array:
+    """The results for the pieces of `grouped` as one array; `axis` is where the groups are."""
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
+
+
+def along(x: jax.Array, index: int, axis: int) -> jax.Array:
+    """`x[..., index, ...]` at `axis`."""
+    return lax.index_in_dim(x, index, axis, keepdims=False)
+
+
+def group_last(x: jax.Array, at: int, inner: int) -> jax.Array:
+    """Move axis `at` and the `inner` axes after it to the end: `lead + (G, …) + trail` to `lead + trail + (G, …)`."""
+    return jnp.moveaxis(x, range(at, at + inner + 1), range(-inner - 1, 0))
+
+
+def group_at(x: jax.Array, at: int, inner: int) -> jax.Array:
+    """The inverse of `group_last`."""
+    return jnp.moveaxis(x, range(-inner - 1, 0), range(at, at + inner + 1))
+
+
+def pairs_last(x: jax.Array, at: int) -> jax.Array:
+    """`group_last(x, at, 1)` for an inner axis of two, kept apart from what computes `x`.
+
+    XLA on the CPU would fuse a cheap producer into the transpose and then walk the *input* with a stride of a whole
+    row for each byte (4096×4096: 250 ms instead of 20). It does not fuse across a loop, and a loop over the pair is
+    free: that axis is inside a group and so never sharded.
+    """
+    if x.ndim == at + 2:
+        return x
+    init = jnp.zeros_like(group_last(x, at, 1))
+
+    def move(i: jax.Array, out: jax.Array) -> jax.Array:
+        half = group_last(lax.dynamic_slice_in_dim(x, i, 1, axis=at + 1), at, 1)
+        return lax.dynamic_update_slice_in_dim(out, half, i, axis=out.ndim - 1)
+
+    return lax.fori_loop(0, 2, move, init)
+
+
+def absmax_within(x: jax.Array, at: int) -> jax.Array:
+    """The largest magnitude along axis `at`, a short one such as a block, in the dtype of `x`. NaN wins.
+
+    Magnitudes are ordered as their bit patterns are, so this is an integer maximum (see `_SHORT`).
+    """
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}").type
+    # Split before anything else: XLA would undo a split that comes right before the reduction.
+    x, axes = _split_short(x, at)
+    magnitude = lax.bitcast_convert_type(x, unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
+    return lax.bitcast_convert_type(lax.reduce(magnitude, unsigned(0), lax.max, axes), x.dtype)
+
+
+def absmax_along(x: jax.Array, axis: int) -> jax.Array:
+    """The largest magnitude along an axis of any length, kept with size 1, in the dtype of `x`. NaN wins."""
+    if compat.explicit_sharding_of(x) is not None:  # an axis whose type says how it is split cannot be cut further
+        return jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0)
+    at = x.ndim + axis
+    partial = joined([absmax_within(piece, at + 1) for piece in grouped(x, axis, _SHORT)], at)
+    return jnp.max(partial, axis=at, keepdims=True, initial=0)
+
+
+def sum_along(x: jax.Array, axis: int) -> jax.Array:
+    """The sum along an axis of any length, kept with size 1, in the dtype of `x`; -inf counts as the lowest number."""
+    if compat.explicit_sharding_of(x) is not None:
+        return jnp.sum(x, axis=axis, keepdims=True, dtype=x.dtype)
+    at = x.ndim + axis
+    partial = joined([_sum_within(piece, at + 1) for piece in grouped(x, axis, _SHORT)], at)
+    return jnp.sum(partial, axis=at, keepdims=True, dtype=x.dtype)
+
+
+# XLA on the CPU hands plain float sums and maxima to a library and cuts integer ones over more than 32 entries into a
+# reduce-window. Both first write the whole operand to memory, up to twice the size of the input. It does neither, and
+# fuses the reduction with what computes its operand, when the operation is not a bare float one and the axes are short.
+_SHORT = 32
+
+
+def _sum_within(x: jax.Array, at: int) -> jax.Array:
+    """The sum along axis `at` of at most 32 entries, -inf counting as the lowest number.
+
+    The two maxima hide the sum from XLA. (It sees through -inf as the bound.)
+    """
+    lowest = jnp.finfo(x.dtype).min
+    zero = np.zeros((), x.dtype)[()]
+    return lax.reduce(x, zero, lambda a, b: jnp.maximum(a, lowest) + jnp.maximum(b, lowest), (at,))
+
+
+def _split_short(x: jax.Array, at: int) -> tuple[jax.Array, tuple[int, ...]]:
+    """`x` with axis `at` split into short ones, and where these are."""
+    factors = _factors(x.shape[at])
+    return x.reshape(*x.shape[:at], *factors, *x.shape[at + 1 :]), tuple(range(at, at + len(factors)))
+
+
+def _factors(size: int) -> tuple[int, ...]:
+    """Factors of `size`, each at most 32 where divisors allow.
+
+    >>> _factors(64), _factors(4096), _factors(74)
+    ((2, 32), (4, 32, 32), (37, 2))
+    """
+    if size <= _SHORT:
+        return (size,)
+    factor = max(d for d in range(1, _SHORT + 1) if size % d == 0)
+    return (*_factors(size // factor), factor) if factor > 1 else (size,)

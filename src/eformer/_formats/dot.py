@@ -1,0 +1,239 @@
+"""`dot_general` with one quantized operand, brought to the one product the kernels know.
+
+The axes of the quantized operand are batch axes, contracted axes and kept axes; at most one of them is blocked. If the
+blocked axis is contracted the product is in dot form (rows of the stored matrix are kept axes), otherwise in axpy form
+(rows are contracted axes). Further axes of the other kind become batch axes: contracted ones are summed afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer import _jax as compat
+from eformer._kernels.problem import FORMATS
+from eformer._kernels.ragged import qragged_dot
+from eformer._kernels.spec import qmatmul
+
+from . import shapes as _shapes
+
+
+class Plan:
+    """The axes of a product, sorted by what happens to them. `q` axes and `x` axes correspond pairwise."""
+
+    def __init__(self, x: Any, q: Any, dimension_numbers: Any, q_first: bool):
+        contracting, batch = dimension_numbers
+        (qc, xc), (qb, xb) = (contracting, batch) if q_first else (contracting[::-1], batch[::-1])
+        self.blocked = _shapes.blocked_axis(q)
+        self.batch = list(zip(qb, xb, strict=True))
+        self.contracted = list(zip(qc, xc, strict=True))
+        self.q_kept = [a for a in range(q.ndim) if a not in (*qc, *qb)]
+        self.x_kept = [a for a in range(x.ndim) if a not in (*xc, *xb)]
+
+    @property
+    def dot_form(self) -> bool:
+        return any(q == self.blocked for q, _ in self.contracted)
+
+
+def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[str, Any]) -> Any:
+    """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do."""
+    lhs, rhs = (q, x) if q_first else (x, q)
+    (out,) = compat.result_avals(primitive, [lhs, rhs], params) or [None]
+    if out is None or not jnp.issubdtype(out.dtype, jnp.inexact):
+        return NotImplemented
+    if q.format not in FORMATS:  # somebody's own format, which the kernels cannot read
+        return NotImplemented
+    plan = Plan(x, q, params["dimension_numbers"], q_first)
+    if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
+        return NotImplemented  # every matrix of the batch would hold one value of a block
+    options = {"out_dtype": out.dtype, "precision": params.get("precision")}
+    wanted = params.get("out_sharding")
+    if wanted is not None and (q.ndim, len(plan.q_kept), q_first) == (2, 1, False) and x.ndim > 1:
+        options["out_sharding"] = wanted
+    y = _unblocked(plan, x, q, options) if plan.blocked is None else _blocked(plan, x, q, options)
+    if y is NotImplemented:
+        return y
+    if q_first:  # the kept axes of q come first
+        n_batch, n_x = len(plan.batch), len(plan.x_kept)
+        order = [*range(n_batch), *range(n_batch + n_x, y.ndim), *range(n_batch, n_batch + n_x)]
+        y = lax.transpose(y, order)
+    return y if wanted is None else jax.sharding.reshard(y, wanted)
+
+
+def _blocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
+    if plan.dot_form:
+        rows = [(a, None) for a in plan.q_kept]
+        extra = [(a, b) for a, b in plan.contracted if a != plan.blocked]
+        last = next(b for a, b in plan.contracted if a == plan.blocked)
+        x = lax.transpose(x, [b for _, b in plan.batch] + [b for _, b in extra] + plan.x_kept + [last])
+        form = "dot"
+    else:
+        rows = plan.contracted
+        extra = [(a, None) for a in plan.q_kept if a != plan.blocked]
+        x = lax.transpose(x, [b for _, b in plan.batch] + plan.x_kept + [b for _, b in rows])
+        form = "axpy"
+    matrix = _as_matrices(q, [a for a, _ in plan.batch], [a for a, _ in extra], [a for a, _ in rows])
+    if matrix is NotImplemented:
+        return NotImplemented
+    y = _product(matrix, _as_rows(x, plan, q, extra, rows, form), form, options)
+    return _arrange(y, plan, x, q, extra, form)
+
+
+def _as_matrices(q: Any, batch: list[int], extra: list[int], rows: list[int]) -> Any:
+    """`q` as (batch..., extra..., R, K), the blocked axis last: a permutation and a reshape of the storage."""
+    blocked = _shapes.blocked_axis(q)
+    order = [*batch, *extra, *rows, blocked]
+    moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, order)
+    lead = [q.shape[a] for a in (*batch, *extra)]
+    shape = (*lead, math.prod(q.shape[a] for a in rows), q.shape[blocked])
+    if moved.shape == shape:
+        return moved
+    if 0 in shape:
+        return NotImplemented
+    return _merge_rows(moved, len(lead), shape)
+
+
+def _merge_rows(moved: Any, n_lead: int, shape: tuple[int, ...]) -> Any:
+    """Flatten the row axes of every part (or add one). Scales shared along some of them are spread out first."""
+    parts = {}
+    for part in moved.parts:
+        array = moved.part(part)
+        if array is not None:
+            held, logical = array.shape[n_lead : moved.ndim - 1], moved.shape[n_lead:-1]
+            tail = array.shape[moved.ndim - 1 :]
+            if math.prod(held) == 1:
+                array = array.reshape(*array.shape[:n_lead], 1, *tail)
+            else:
+                full = (*array.shape[:n_lead], *logical, *tail)
+                array = jnp.broadcast_to(array, full).reshape(*array.shape[:n_lead], shape[-2], *tail)
+        parts[part.field] = array
+    return moved.moved(parts, -1, sharding=None)
+
+
+def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> Any:
+    """x as (batch..., extra..., M, K), ready for the product; for one matrix the axes of M stay apart."""
+    batch = [q.shape[a] for a, _ in plan.batch]
+    more = [q.shape[a] for a, _ in extra]
+    if plan.x_kept and not batch and not more:
+        return x.reshape(*x.shape[: len(plan.x_kept)], math.prod(x.shape[len(plan.x_kept) :]))
+    m = math.prod(x.shape[len(batch) + (len(more) if form == "dot" else 0) :][: len(plan.x_kept)])
+    if form == "dot":
+        return x.reshape(*batch, *more, m, x.shape[-1])
+    x = x.reshape(*batch, *[1] * len(more), m, math.prod(q.shape[a] for a, _ in rows))
+    return jnp.broadcast_to(x, (*batch, *more, *x.shape[-2:]))
+
+
+def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
+    codes, scale = matrix.kernel_operands()
+    if scale is not None:
+        scale = jnp.broadcast_to(scale, (*x.shape[: matrix.ndim - 2], *scale.shape[-2:]))
+    preference = "auto" if matrix.use_kernel else "xla"
+    cols = matrix.shape[-1]
+    return qmatmul(
+        x,
+        codes,
+        scale,
+        fmt=matrix.format,
+        form=form,
+        cols=cols,
+        block=matrix.kernel_block,
+        preference=preference,
+        **options,
+    )
+
+
+def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
+    """(batch..., extra..., M, N) -> (batch..., kept axes of x..., kept axes of q...)."""
+    n_batch, n_extra = len(plan.batch), len(extra)
+    x_sizes = list(x.shape[n_batch + (n_extra if form == "dot" else 0) :][: len(plan.x_kept)])
+    if form == "dot":
+        y = y.sum(axis=tuple(range(n_batch, n_batch + n_extra))) if n_extra else y
+        return y.reshape(*y.shape[:n_batch], *x_sizes, *[q.shape[a] for a in plan.q_kept])
+    if n_extra:
+        y = jnp.moveaxis(y, -2, n_batch)  # (batch, M, extra..., K)
+    y = y.reshape(*y.shape[:n_batch], *x_sizes, *[q.shape[a] for a, _ in extra], y.shape[-1])
+    stored = [*[a for a, _ in extra], plan.blocked]
+    first = n_batch + len(x_sizes)
+    order = [first + stored.index(a) for a in plan.q_kept]
+    return lax.transpose(y, [*range(first), *order])
+
+
+# -- formats without a blocked axis ----------------------------------------------------------------------------------
+
+
+def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
+    """INT8: either orientation is a stored matrix; take the one that needs no transpose of the codes."""
+    batch, contracted = [a for a, _ in plan.batch], [a for a, _ in plan.contracted]
+    dot_order = [*batch, *plan.q_kept, *contracted]
+    form = "dot" if dot_order == list(range(q.ndim)) and contracted else "axpy"
+    order = dot_order if form == "dot" else [*batch, *contracted, *plan.q_kept]
+    first, second = (plan.q_kept, contracted) if form == "dot" else (contracted, plan.q_kept)
+    moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, order)
+    sizes = [math.prod(q.shape[a] for a in group) for group in (first, second)]
+    if 0 in q.shape or 0 in x.shape:
+        return NotImplemented
+    lead = [q.shape[a] for a in batch]
+    weight = moved.weight.reshape(*lead, *sizes)
+    scale = _flat_scale(moved, len(batch), len(first), sizes)
+    matrix = moved.replaced(weight=weight, scale=scale, axis=None, sharding=None)
+    x_order = [b for _, b in plan.batch] + plan.x_kept + [b for _, b in plan.contracted]
+    rows = lax.transpose(x, x_order)
+    kept = [x.shape[a] for a in plan.x_kept]
+    m = [math.prod(kept)] if lead or not kept else kept
+    y = _product(matrix, rows.reshape(*lead, *m, -1), form, options)
+    return y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
+
+
+def _flat_scale(q: Any, n_batch: int, n_first: int, sizes: Sequence[int]) -> Any:
+    """The scale with both groups of axes flattened; one that varies along part of a group is spread over all of it."""
+    scale = q.scale
+    bounds = [(n_batch, n_batch + n_first), (n_batch + n_first, q.ndim)]
+    shape, flat = list(scale.shape), list(scale.shape[:n_batch])
+    for (low, high), size in zip(bounds, sizes, strict=True):
+        if math.prod(scale.shape[low:high]) == 1:
+            flat.append(1)
+        else:
+            shape[low:high] = q.shape[low:high]
+            flat.append(size)
+    return jnp.broadcast_to(scale, shape).reshape(flat)
+
+
+# -- ragged_dot --------------------------------------------------------------------------------------------------------
+
+
+def ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
+    """Rows of x in consecutive groups, each times its own matrix of a stack (…`lax.ragged_dot`)."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    ((xc, qc), (xb, qb)) = numbers.dot_dimension_numbers
+    plain = (
+        (tuple(xc), tuple(xb), tuple(qb)) == ((1,), (), ())
+        and tuple(numbers.lhs_ragged_dimensions) == (0,)
+        and tuple(numbers.rhs_group_dimensions) == (0,)
+        and x.ndim == 2
+        and q.ndim == 3
+        and params.get("group_offset") is None
+        and (q.blocked is None or _shapes.blocked_axis(q) != 0)
+    )
+    if not plain or q.format not in FORMATS or 0 in q.shape or 0 in x.shape:
+        return NotImplemented
+    contracted = qc[0]
+    if q.blocked is None:
+        form = "dot" if contracted == 2 else "axpy"
+    else:
+        form = "dot" if contracted == _shapes.blocked_axis(q) else "axpy"
+        kept = 3 - contracted
+        order = [0, kept, contracted] if form == "dot" else [0, contracted, kept]
+        q = q if order == [0, 1, 2] else _shapes.transpose(q, order)
+    codes, scale = q.kernel_operands()
+    if scale is not None:
+        scale = jnp.broadcast_to(scale, (q.shape[0], *scale.shape[-2:]))
+    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
+    return qragged_dot(
+        x, codes, scale, group_sizes, fmt=q.format, form=form, cols=q.shape[-1], block=q.kernel_block,
+        out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What users hand to quantized arrays: dense values, storage, axes and sizes, checked once for all formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer import _jax as compat
+from eformer._core import AvalMismatchError, ImplicitArray
+from eformer._core.fallback import materialize_on_request
+
+from . import checks as _checks
+
+_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, ImplicitArray))
+
+
+def is_dense_float(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_storage(*arrays: Any) -> bool:
+    """Real arrays, as opposed to the placeholders of some tree_map."""
+    return all(is_array(a) or isinstance(a, jax.ShapeDtypeStruct) for a in arrays)
+
+
+def as_array(values: Any, name: str) -> jax.Array:
+    """`values` as a JAX array, or a TypeError that says what they are."""
+    if isinstance(values, jax.Array):
+        return values
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError) as err:
+        raise TypeError(f"{name} takes an array, got {values!r} of type {type(values).__name__}.") from err
+
+
+def as_float(array: Any, name: str) -> jax.Array:
+    """A dense floating array of rank 1 or more, or a clear error."""
+    if isinstance(array, ImplicitArray):
+        array = materialize_on_request(array)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name} quantizes values, and {array} has none. Use jax.eval_shape(quantize, ...) to learn the storage."
+        )
+    array = as_array(array, name)
+    _checks.check_float(array, name)
+    if array.ndim == 0:
+        raise ValueError(f"{name} quantizes arrays of rank 1 or more, got a scalar.")
+    return array
+
+
+def checked_axis(axis: Any, ndim: int) -> int:
+    """The blocked axis, counted from the end; by default the contracted axis of `x @ w`."""
+    if axis is None:
+        return -1 if ndim < 2 else -2
+    if isinstance(axis, (tuple, list)):
+        if len(axis) != 1:
+            raise ValueError(f"axis={axis} names {len(axis)} axes; values are packed along exactly one.")
+        axis = axis[0]
+    axis = _checks.as_index(axis, "axis")
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{axis=} is out of range for an array of rank {ndim}. Allowed: {-ndim} to {ndim - 1}.")
+    return axis - ndim if axis >= 0 else axis
+
+
+def checked_dtype(dtype: Any, default: Any, name: str) -> Any:
+    """The logical dtype of a quantized array: floating."""
+    if dtype is None:
+        return default
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype={jnp.dtype(dtype).name} is not allowed: {name} stands for floating values.")
+    return dtype
+
+
+def check_logical_dtype(q: Any, name: str, *, signed: bool = False) -> None:
+    """Refuse a declared dtype the values cannot be decoded to lazily: floating ones, and signed integers for codes."""
+    dtype = q.__dict__.get("_dtype")
+    if dtype is None or jnp.issubdtype(dtype, jnp.floating) or (signed and jnp.issubdtype(dtype, jnp.signedinteger)):
+        return
+    allowed, fits = ("signed integer or floating", "int8") if signed else ("floating", "float32")
+    given = jnp.dtype(dtype).name
+    raise TypeError(
+        f"dtype={given} is not allowed: {name} stands for {allowed} values. Use dtype=jnp.{fits}, and convert the "
+        f"dense array where you need another: q.materialize().astype({given!r})."
+    )
+
+
+def check_fields(q: Any, *arrays: str) -> None:
+    """Refuse plain Python values where storage belongs, and a sharding that is none."""
+    for name in arrays:
+        value = getattr(q, name)
+        if value is None or isinstance(value, _PLAIN) or type(value) is tuple:
+            raise TypeError(
+                f"{type(q).__name__} takes arrays, got {name}={value!r} of type {type(value).__name__}. Convert values "
+                f"first, for example with jnp.asarray."
+            )
+    if not (q.sharding is None or isinstance(q.sharding, (jax.sharding.Sharding, jax.sharding.PartitionSpec))):
+        raise TypeError(
+            f"sharding={q.sharding!r} is of type {type(q.sharding).__name__}; allowed are a NamedSharding, a "
+            "PartitionSpec or None."
+        )
+
+
+def checked_block(block_size: Any, largest: int) -> int:
+    block_size = _checks.check_block_size(block_size)
+    if block_size > largest:
+        raise ValueError(f"{block_size=} is larger than the largest allowed, {largest}.")
+    return block_size
+
+
+def axis_and_pad(q: Any, ndim: int, steps: int, unit: int) -> tuple[int, int]:
+    """The blocked axis and the padding of storage given directly; a declared shape says where it ends."""
+    axis = checked_axis(q.axis, ndim)
+    _checks.as_index(q.pad, "pad")
+    declared = q.__dict__.get("_shape")
+    if declared is None:
+        if not 0 <= q.pad < max(unit, 1) or q.pad > steps * unit:
+            raise ValueError(f"pad={q.pad} is not allowed: only the last {unit} values can be padding.")
+        return axis, q.pad
+    if len(declared) != ndim:
+        raise AvalMismatchError(f"shape={declared} has {len(declared)} axes, but the storage holds {ndim}.")
+    pad = steps * unit - declared[axis]
+    if not 0 <= pad < max(unit, 1):
+        low = max(unit * (steps - 1) + 1, 0)
+        raise AvalMismatchError(
+            f"shape={declared} has {declared[axis]} entries along axis {axis}, but the storage holds "
+            f"{low} to {steps * unit}."
+        )
+    return axis, pad
+
+
+def check_declared_shape(q: Any, made: Any) -> None:
+    declared = q.__dict__.get("_shape")
+    if declared is not None and declared != made.shape:
+        raise AvalMismatchError(f"{type(q).__name__} was given shape={declared} for an array of shape {made.shape}.")
+    q.__dict__["_shape"] = None
+
+
+def keep_sharding(q: Any, array: jax.Array) -> Any:
+    """`q` split as the dense array was."""
+    if isinstance(array, compat.Tracer):
+        return q
+    sharding = array.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+        return q.with_sharding(sharding)
+    return q

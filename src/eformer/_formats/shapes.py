@@ -1,0 +1,292 @@
+"""Shape operations on storage. Each is exact and returns an array of the same type, or NotImplemented.
+
+Logical axes are non-negative here. `free(q)` lists those that are not blocked, in the order every part stores them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import sharding as _sharding
+from .base import Part, QuantizedArray
+
+
+def blocked_axis(q: Any) -> int | None:
+    return None if q.blocked is None else q.ndim + q.blocked
+
+
+def free(q: Any) -> list[int]:
+    return [axis for axis in range(q.ndim) if axis != blocked_axis(q)]
+
+
+def _rebuilt(q: Any, change: Callable[[Part, jax.Array], Any], blocked: int | None, ndim: int, **more: Any) -> Any:
+    """`q` with every stored part changed; `blocked` is where the blocked axis is among `ndim` axes afterwards."""
+    parts = {}
+    for part in q.parts:
+        array = q.part(part)
+        parts[part.field] = None if array is None else change(part, array)
+    if any(array is NotImplemented for array in parts.values()):
+        return NotImplemented
+    return q.moved(parts, None if blocked is None else blocked - ndim, **more)
+
+
+def _sharding_after(q: Any, order: Sequence[int | None]) -> Any:
+    """The sharding carried along when new axis i is old axis order[i] (None: a new axis)."""
+    if not isinstance(q.sharding, jax.sharding.NamedSharding) or len(q.sharding.spec) > q.ndim:
+        return None
+    spec = (*q.sharding.spec, *[None] * (q.ndim - len(q.sharding.spec)))
+    moved = jax.sharding.PartitionSpec(*(None if axis is None else spec[axis] for axis in order))
+    return jax.sharding.NamedSharding(q.sharding.mesh, moved)
+
+
+def transpose(q: Any, permutation: Sequence[int]) -> Any:
+    blocked, axes = blocked_axis(q), free(q)
+    order = [axes.index(axis) for axis in permutation if axis != blocked]
+
+    def change(part: Part, array: jax.Array) -> jax.Array:
+        if order == sorted(order):
+            return array
+        return lax.transpose(array, [*order, *range(len(order), array.ndim)])
+
+    where = None if blocked is None else list(permutation).index(blocked)
+    return _rebuilt(q, change, where, q.ndim, sharding=_sharding_after(q, permutation))
+
+
+def broadcast_in_dim(q: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
+    blocked, axes = blocked_axis(q), free(q)
+    if blocked is not None and shape[dims[blocked]] != q.shape[blocked]:
+        return NotImplemented
+    where = None if blocked is None else dims[blocked]
+    kept = [axis for axis in range(len(shape)) if axis != where]
+
+    def change(part: Part, array: jax.Array) -> jax.Array:
+        source = {dims[axis]: i for i, axis in enumerate(axes)}
+        sizes = []
+        for axis in kept:
+            i = source.get(axis)
+            shared = i is not None and array.shape[i] == 1 and q.shape[axes[i]] != 1
+            sizes.append(1 if shared else shape[axis])
+        tail = array.shape[len(axes) :]
+        places = [kept.index(dims[axis]) for axis in axes] + list(range(len(kept), len(kept) + len(tail)))
+        return lax.broadcast_in_dim(array, (*sizes, *tail), places)
+
+    order: list[int | None] = [list(dims).index(axis) if axis in dims else None for axis in range(len(shape))]
+    return _rebuilt(q, change, where, len(shape), sharding=_sharding_after(q, order))
+
+
+def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
+    blocked, axes = blocked_axis(q), free(q)
+    if blocked in dimensions:
+        return NotImplemented
+    kept = [axis for axis in range(q.ndim) if axis not in dimensions]
+
+    def change(part: Part, array: jax.Array) -> jax.Array:
+        return lax.squeeze(array, [i for i, axis in enumerate(axes) if axis in dimensions])
+
+    where = None if blocked is None else kept.index(blocked)
+    return _rebuilt(q, change, where, len(kept), sharding=_sharding_after(q, kept))
+
+
+def reshape(q: Any, new: Sequence[int]) -> Any:
+    if math.prod(new) != q.size:  # `lax.reshape` leaves this to the compiler
+        raise ValueError(
+            f"{q.size} values of shape {q.shape} cannot be reshaped to {tuple(new)}, which has {math.prod(new)}. "
+            f"Give sizes whose product is {q.size}."
+        )
+    groups = _reshape_groups(q.shape, new)
+    if groups is None:
+        return NotImplemented
+    blocked, axes = blocked_axis(q), free(q)
+    where = None
+    if blocked is not None:
+        where = _blocked_after(q, blocked, new, groups)
+        if where is None:
+            return NotImplemented
+
+    def change(part: Part, array: jax.Array) -> Any:
+        sizes: list[int] = []
+        for old_axes, new_axes in groups:
+            held = [array.shape[axes.index(a)] for a in old_axes if a != blocked]
+            logical = [q.shape[a] for a in old_axes if a != blocked]
+            wanted = [new[a] for a in new_axes if a != where]
+            if held == logical:
+                sizes += wanted
+            elif math.prod(held) == 1:
+                sizes += [1] * len(wanted)
+            else:
+                return NotImplemented
+        return array.reshape(*sizes, *array.shape[len(axes) :])
+
+    return _rebuilt(q, change, where, len(new), sharding=_sharding.after_reshape(q, new, groups))
+
+
+def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
+    """Cut both shapes into runs of equal size, as fine as possible. Sizes of 1 join a neighbour.
+
+    >>> _reshape_groups((2, 3, 4), (6, 4))
+    [([0, 1], [0]), ([2], [1])]
+    """
+    if 0 in old:
+        return None
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
+        a, b = (old[i] if left else 1), (new[j] if right else 1)
+        i, j = i + len(left), j + len(right)
+        while a != b:
+            if a < b:
+                a, left, i = a * old[i], [*left, i], i + 1
+            else:
+                b, right, j = b * new[j], [*right, j], j + 1
+        groups.append((left, right))
+    return groups
+
+
+def _blocked_after(q: Any, blocked: int, new: Sequence[int], groups: Any) -> int | None:
+    """Where the blocked axis is after the reshape, if it survives as an axis of its own."""
+    old_axes, new_axes = next(g for g in groups if blocked in g[0])
+    size = q.shape[blocked]
+    if size == 1 or math.prod(q.shape[a] for a in old_axes) != size:
+        return None
+    same = [a for a in new_axes if new[a] == size]
+    return same[0] if same else None
+
+
+def slice_(q: Any, start: Sequence[int], limit: Sequence[int], steps: Sequence[int] | None) -> Any:
+    strides: Sequence[int] = steps or (1,) * q.ndim
+    blocked, axes = blocked_axis(q), free(q)
+    if any(b <= a for a, b in zip(start, limit, strict=True)):
+        return NotImplemented
+    pad = q.pad
+    if blocked is not None:
+        low, high, size = start[blocked], limit[blocked], q.shape[blocked]
+        unit = max(p.unit for p in q.parts)
+        aligned = strides[blocked] == 1 and low % unit == 0 and (high % unit == 0 or high == size)
+        if not aligned:
+            return NotImplemented
+        pad = q.pad if high == size else 0
+
+    def change(part: Part, array: jax.Array) -> jax.Array:
+        cuts = []
+        for i, axis in enumerate(axes):
+            shared = array.shape[i] == 1 and q.shape[axis] != 1
+            cuts.append((0, 1, 1) if shared else (start[axis], limit[axis], strides[axis]))
+        for i, n in enumerate(array.shape[len(axes) :]):
+            if blocked is not None and i == 0 and n != 1:
+                cuts.append((start[blocked] // part.unit, -(-limit[blocked] // part.unit), 1))
+            else:
+                cuts.append((0, n, 1))
+        return lax.slice(array, *zip(*cuts, strict=True))
+
+    return _rebuilt(q, change, blocked, q.ndim, pad=pad)
+
+
+def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    blocked, axes = blocked_axis(q), free(q)
+    if 0 in sizes:
+        return NotImplemented
+    if blocked is not None and sizes[blocked] != q.shape[blocked]:
+        alone = sizes[blocked] == 1 and all(sizes[axis] == q.shape[axis] for axis in axes)
+        return _one_entry(q, starts[blocked], blocked) if alone else NotImplemented
+    # As the operation does it: the function of that name counts a negative start from the end, once more.
+    clamped = [jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, sizes, strict=True)]
+
+    def change(part: Part, array: jax.Array) -> jax.Array:
+        shared = [array.shape[i] == 1 and q.shape[axis] != 1 for i, axis in enumerate(axes)]
+        tail = array.shape[len(axes) :]
+        zero = jnp.zeros((), jnp.result_type(starts[0]))
+        at = [zero if s else clamped[axis] for s, axis in zip(shared, axes, strict=True)] + [zero] * len(tail)
+        count = [1 if s else sizes[axis] for s, axis in zip(shared, axes, strict=True)]
+        return lax.dynamic_slice(array, at, (*count, *tail))
+
+    one_vector = sum(size != 1 for size in sizes) <= 1 < q.ndim
+    return _rebuilt(q, change, blocked, q.ndim).as_picked(q.is_picked or one_vector)
+
+
+def _one_entry(q: Any, index: Any, blocked: int) -> Any:
+    """One entry of the blocked axis, decoded: dense, and no more than was asked for."""
+    if not hasattr(q, "decoded_entries"):
+        return NotImplemented
+    values = q.decoded_entries(jnp.clip(index, 0, q.shape[blocked] - 1)[None])
+    return jnp.moveaxis(values, -1, blocked).astype(q.dtype)
+
+
+def rev(q: Any, dimensions: Sequence[int]) -> Any:
+    blocked, axes = blocked_axis(q), free(q)
+    if blocked in dimensions:
+        return NotImplemented
+    return _rebuilt(
+        q, lambda part, array: lax.rev(array, [i for i, a in enumerate(axes) if a in dimensions]), blocked, q.ndim
+    )
+
+
+def same_layout(arrays: Sequence[Any]) -> bool:
+    first = arrays[0]
+    return all(
+        type(a) is type(first)
+        and a.ndim == first.ndim
+        and a.dtype == first.dtype
+        and a.static_layout() == first.static_layout()
+        and all(
+            (x is None) == (y is None) and (x is None or x.dtype == y.dtype)
+            for x, y in ((a.part(p), first.part(p)) for p in first.parts)
+        )
+        for a in arrays
+    )
+
+
+def _with_like_scales(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Bare codes next to scaled ones get a scale of one, stored scales next to multiplied ones are guarded as those."""
+    bare = [isinstance(a, QuantizedArray) and a.part(a.scale_part) is None for a in arrays]
+    if any(bare) and not all(bare):
+        arrays = [a.scaled(jnp.ones((1,) * a.ndim), a.dtype) if b else a for a, b in zip(arrays, bare, strict=True)]
+    if any(isinstance(a, QuantizedArray) and a.carries_factor for a in arrays):
+        arrays = [a.with_factor(a.frozen_scale()) if isinstance(a, QuantizedArray) else a for a in arrays]
+    return arrays
+
+
+def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
+    """Join arrays of one layout: along a free axis, or along the blocked one where it ends on whole blocks."""
+    arrays = _with_like_scales(arrays)
+    first = arrays[0]
+    if not same_layout(arrays):
+        return NotImplemented
+    blocked, axes = blocked_axis(first), free(first)
+    along_blocked = dimension == blocked
+    if along_blocked and (any(a.pad for a in arrays[:-1]) or not first.blocks_carry_scales):
+        return NotImplemented
+    if not along_blocked and any(a.pad != first.pad for a in arrays):
+        return NotImplemented
+
+    def change(part: Part, _: jax.Array) -> Any:
+        pieces = [a.part(part) for a in arrays]
+        i = len(axes) if along_blocked else axes.index(dimension)
+        if not along_blocked and any(p.shape[i] != a.shape[dimension] for p, a in zip(pieces, arrays, strict=True)):
+            return NotImplemented  # a scale shared along this axis, and each piece has its own
+        if len({p.shape[:i] + p.shape[i + 1 :] for p in pieces}) > 1:
+            return NotImplemented
+        return lax.concatenate(pieces, i)
+
+    first = first.as_picked(all(a.is_picked for a in arrays))
+    return _rebuilt(first, change, blocked, first.ndim, pad=arrays[-1].pad)
+
+
+def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
+    """`select_n` with one predicate for whole arrays."""
+    cases = _with_like_scales(cases)
+    if pred.ndim or not same_layout(cases) or any(c.pad != cases[0].pad or c.shape != cases[0].shape for c in cases):
+        return NotImplemented
+
+    def change(part: Part, _: jax.Array) -> Any:
+        pieces = [c.part(part) for c in cases]
+        same = all(p.shape == pieces[0].shape for p in pieces)
+        return lax.select_n(pred, *pieces) if same else NotImplemented
+
+    first = cases[0].as_picked(all(c.is_picked for c in cases))
+    return _rebuilt(first, change, blocked_axis(first), first.ndim)

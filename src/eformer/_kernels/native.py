@@ -1,0 +1,102 @@
+"""Shared libraries of kernels: found, loaded and registered with XLA at first use, never at import.
+
+A library that is missing is mentioned once, one that cannot be used is warned about once. Either way `load` returns the
+reason, and the next implementation takes over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import logging
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eformer import _settings, errors
+
+_log = logging.getLogger("eformer")
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What a library of kernels is called and must contain.
+
+    `package` is the Python package it is installed into; `targets` maps names of XLA custom calls to handler symbols;
+    `abi_symbol` is a C function that returns `abi`, the version of the handlers' operands and attributes.
+    """
+
+    backend: str
+    title: str
+    compiler: str
+    package: str
+    filename: str
+    abi_symbol: str
+    abi: int
+    targets: tuple[tuple[str, str], ...]
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A library that is ready (`reason` is None), or why there is none."""
+
+    path: Path | None
+    handle: Any
+    reason: str | None
+
+
+def load(library: Library) -> Loaded:
+    """Load and register a library once per process. Needs the platform's backend, and starts it if nobody has."""
+    with _lock:
+        return _load(library, _settings.kernel_library(library.backend))
+
+
+@functools.cache
+def _load(library: Library, override: str | None) -> Loaded:
+    path = Path(override) if override else find(library)
+    if path is None:
+        _log.warning(errors.MISSING_KERNELS.format(title=library.title, compiler=library.compiler))
+        return Loaded(None, None, f"this installation has no native {library.title} kernels")
+    try:
+        handle = _checked(library, path)
+        _register(library, handle)
+    except (OSError, AttributeError, jax.errors.JaxRuntimeError) as err:
+        cause = str(err).strip().rstrip(".") or type(err).__name__
+        message = errors.BROKEN_KERNELS.format(title=library.title, path=path, cause=cause)
+        warnings.warn(message, errors.KernelFallbackWarning, stacklevel=2)
+        return Loaded(path, None, f"{path.name} cannot be used: {cause}")
+    return Loaded(path, handle, None)
+
+
+def find(library: Library) -> Path | None:
+    """The installed file. An editable install keeps it elsewhere than the sources: the package has several folders."""
+    folders = map(Path, importlib.import_module(library.package).__path__)
+    return next((folder / library.filename for folder in folders if (folder / library.filename).is_file()), None)
+
+
+def _checked(library: Library, path: Path) -> Any:
+    handle = ctypes.CDLL(str(path))
+    abi = getattr(handle, library.abi_symbol)
+    abi.restype = ctypes.c_int64
+    found = abi()
+    if found != library.abi:
+        raise OSError(f"it has version {found} of the kernel interface and this eformer needs version {library.abi}")
+    return handle
+
+
+def _register(library: Library, handle: Any) -> None:
+    # A handler XLA cannot take raises here only once the backend runs; queued before, it would keep the backend from
+    # starting at all. Without the backend there is nothing to register with: a program is lowered for another machine.
+    try:
+        jax.local_devices(backend=library.backend)
+    except RuntimeError:
+        return
+    for target, symbol in library.targets:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform=library.platform)

@@ -1,0 +1,17 @@
+"""Whole models: `quantize_tree`, `dequantize_tree`, `fake_quantize_tree` and `report`.
+
+>>> import jax.numpy as jnp
+>>> quantize_tree({"mlp": {"kernel": jnp.ones((128, 64))}}, {"*mlp*": "int8"})["mlp"]["kernel"]
+Array8B(float32[128,64], int8, 8.25 bits per weight)
+"""
+
+from __future__ import annotations
+
+from .fake import fake_quantize_tree as fake_quantize_tree
+from .fake import quant_delay as quant_delay
+from .progress import Progress as Progress
+from .report import LeafReport as LeafReport
+from .report import Report as Report
+from .report import report as report
+from .tree import dequantize_tree as dequantize_tree
+from .tree import quantize_tree as quantize_tree

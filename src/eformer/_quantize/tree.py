@@ -1,0 +1,186 @@
+"""`quantize_tree` and `dequantize_tree`: whole models, a leaf at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer import _jax as compat
+from eformer._core import ImplicitArray, materialize
+
+from .paths import open_tree
+from .plan import MIN_SIZE, SKIP, Decision, plan
+from .progress import Progress, Reporter, reporter
+from .rules import Choice, Recipe
+
+
+def quantize_tree(
+    params: Any,
+    rules: Any = None,
+    *,
+    default: Choice = "nf4",
+    min_size: int = MIN_SIZE,
+    skip: Iterable[str] = SKIP,
+    abstract: bool = False,
+    donate: bool = True,
+    progress: Reporter | bool | None = None,
+) -> Any:
+    """Quantize the matrices of a model: any pytree, or a Flax NNX module.
+
+    Leaves are taken one after the other. A leaf that appears twice (tied weights) is quantized once, as its first path
+    asks, and appears twice again; where another path keeps it, it stays dense there. Leaves already quantized stay as
+    they are.
+
+    Args:
+        params: the model or its parameters. Leaves may be NumPy arrays (memory-mapped ones too).
+        rules: ordered `pattern -> format`, the first match decides: a mapping or pairs. A pattern is a glob over paths
+            such as "layers/0/mlp/kernel", or a regular expression after "re:". A format is a name, a
+            `QuantizationConfig`, a mapping of their options, or None to keep the leaf. One format alone replaces
+            `default`. Rules without effect are named in a warning.
+        default: for leaves that no rule matches; None keeps them.
+        min_size: matrices with fewer values stay as they are, whatever rules say.
+        skip: groups that stay as they are, whatever rules say: any of norms, biases, routers, positions, heads,
+            embeddings, convolutions.
+        abstract: compute nothing and give `jax.ShapeDtypeStruct` leaves; the leaves of `params` may be such, too.
+        donate: free every JAX array that was quantized and that no result keeps, so that memory never holds the model
+            twice. `params` cannot be used afterwards.
+        progress: called with a `Progress` after each leaf; True for a bar, False for none, None for one in terminals.
+
+    >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}}
+    >>> quantize_tree(params)["dense"]["kernel"]
+    ArrayNF4(float32[64,64], nf4, 4.50 bits per weight)
+    """
+    tree = open_tree(params)
+    decisions = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
+    if abstract:
+        return tree.rebuild(_abstract(d) for d in decisions)
+    total = sum(_nbytes(d.leaf.value) for d in decisions if d.recipe is not None)
+    arrays = _alive(decisions)
+    done, made, kept, results = 0, {}, _kept(decisions), []
+    with reporter(progress, "quantizing") as tell:
+        for decision in decisions:
+            value = decision.leaf.value
+            if decision.recipe is not None:
+                if id(value) not in made:
+                    made[id(value)] = _quantized(decision, donate and (not kept or kept.isdisjoint(_memory(value))))
+                    made |= {id(x): made[id(value)] for x in arrays if x.is_deleted() and id(x) not in made}
+                done += _nbytes(value)
+                value = made[id(value)]
+                tell(Progress(decision.leaf.path, done, total))
+            results.append(value)
+    return tree.rebuild(results)
+
+
+def dequantize_tree(params: Any, dtype: Any = None) -> Any:
+    """The model with every implicit array materialized, in its own dtype or in `dtype`; ties are kept.
+
+    >>> dequantize_tree(quantize_tree({"kernel": jnp.ones((64, 64))}))["kernel"].dtype
+    dtype('float32')
+    """
+    tree, made = open_tree(params), {}
+    for leaf in tree.leaves:
+        value = leaf.value
+        if isinstance(value, ImplicitArray) and id(value) not in made:
+            dense = materialize(value)
+            made[id(value)] = dense if dtype is None else dense.astype(dtype)
+    return tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in tree.leaves)
+
+
+def encode(recipe: Recipe, value: Any, batch: int) -> Any:
+    """`value` quantized; every matrix of a stack (`batch` leading axes) as if it stood alone."""
+    axis, ndim = -2 if recipe.axis is None else recipe.axis, len(value.shape)
+    if recipe.config.dtype != "ternary" or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        return recipe.quantize(value)  # all other formats look along one axis only
+    batch = min(batch, axis % ndim)  # an axis that values are packed along numbers no matrices
+    if not batch:
+        return recipe.quantize(value)
+    run: Any = dataclasses.replace(recipe, axis=axis % ndim - ndim).quantize
+    for _ in range(batch):
+        run = jax.vmap(run)
+    made = run(value)
+    sharding = None if isinstance(value, compat.Tracer) else getattr(value, "sharding", None)
+    split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+    return made.with_sharding(sharding) if split and hasattr(made, "with_sharding") else made
+
+
+# Two arrays may share memory, as those that `device_put` makes of tied weights do: to free one frees both.
+
+
+def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
+    """The JAX arrays to quantize, if nobody has freed one of them."""
+    found = {d.leaf.path: d.leaf.value for d in decisions if d.recipe is not None and _is_concrete(d.leaf.value)}
+    lost = [path for path, value in found.items() if value.is_deleted()]
+    if lost:
+        raise ValueError(
+            f"{lost[0]!r} was freed before (is_deleted() is true), as quantize_tree and jit free what is donated to "
+            "them. Use what they returned, or pass donate=False to the first quantize_tree."
+        )
+    return list(found.values())
+
+
+def _is_concrete(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, compat.Tracer)
+
+
+def _kept(decisions: Sequence[Decision]) -> set[Any]:
+    """The memory of arrays that stay, alone or inside an implicit array, and that may be one of those to quantize."""
+    shapes = {_look(d.leaf.value) for d in decisions if d.recipe is not None}
+    stay = [x for d in decisions if d.recipe is None for x in jax.tree.leaves(d.leaf.value) if _look(x) in shapes]
+    return {place for x in stay for place in _memory(x)}
+
+
+def _look(value: Any) -> Any:
+    return str(getattr(value, "shape", None)), str(getattr(value, "dtype", None))
+
+
+def _memory(value: Any) -> list[Any]:
+    """What tells the memory of an array from that of others: addresses where it has some, else the object itself."""
+    if not _is_concrete(value) or value.is_deleted():
+        return [id(value)]
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards] or [id(value)]
+
+
+def _quantized(decision: Decision, donate: bool) -> Any:
+    value, recipe = decision.leaf.value, decision.recipe
+    if recipe is None:
+        raise ValueError(f"{decision.leaf.path!r} is not to be quantized: {decision.reason}.")
+    ours = not isinstance(value, jax.Array)  # a copy on the device that nobody else holds
+    try:
+        dense = jnp.asarray(np.asarray(value, _native(value))) if ours else value
+        made = encode(recipe, dense, decision.role.batch)
+    except (TypeError, ValueError) as err:
+        err.add_note(f"while quantizing {decision.leaf.path!r} as {recipe}")
+        raise
+    if (donate or ours) and not isinstance(dense, compat.Tracer) and made is not dense:
+        jax.block_until_ready(jax.tree.leaves(made))
+        dense.delete()
+    return made
+
+
+def _native(value: Any) -> np.dtype:
+    """The dtype of an array in the byte order of this machine, the only one JAX knows."""
+    return np.dtype(value.dtype).newbyteorder("=")
+
+
+def _abstract(decision: Decision) -> Any:
+    value, recipe = decision.leaf.value, decision.recipe
+    if isinstance(value, ImplicitArray) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return jax.tree.map(_struct, value) if isinstance(value, ImplicitArray) else value
+    if recipe is None:
+        return _struct(value)
+    dtype = jax.dtypes.canonicalize_dtype(_native(value))
+    return jax.eval_shape(lambda w: encode(recipe, w, decision.role.batch), jax.ShapeDtypeStruct(value.shape, dtype))
+
+
+def _struct(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=getattr(value, "sharding", None))
+
+
+def _nbytes(value: Any) -> int:
+    return math.prod(value.shape) * np.dtype(value.dtype).itemsize
