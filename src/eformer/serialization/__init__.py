@@ -11,6 +11,7 @@ ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
 
 from __future__ import annotations
 
+from eformer._formats.grouped.array import GroupedArray as GroupedArray
 from eformer.errors import CheckpointError as CheckpointError
 from eformer.errors import ProcessError as ProcessError
 
@@ -22,7 +23,6 @@ from ._distributed import save_distributed as save_distributed
 from ._gguf import GgufFile as GgufFile
 from ._gguf import load_gguf as load_gguf
 from ._gguf import open_gguf as open_gguf
-from ._grouped import GroupedArray as GroupedArray
 from ._lazy import LazyCheckpoint as LazyCheckpoint
 from ._lazy import LeafInfo as LeafInfo
 from ._lazy import open_lazy as open_lazy

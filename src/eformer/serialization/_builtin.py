@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._formats.grouped.array import GroupedArray
 from eformer._formats.int8.array import Array8B
 from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
 from eformer._formats.nf4.double import GROUP
@@ -95,5 +96,12 @@ register_type(
     "lora",
     unpack=strict(
         LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, {"scale": float, "left": int, "right": int}
+    ),
+)
+register_type(
+    GroupedArray,
+    "grouped",
+    unpack=strict(
+        GroupedArray, {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL}, {"zero": int, **_BLOCKED}
     ),
 )

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._formats.grouped.array import GROUP, GroupedArray
 from eformer.errors import CheckpointError
 
 from ._dtypes import fits_jax
 from ._gguf_blocks import DECODERS
 from ._gguf_header import GgufTensor, parse_gguf
-from ._grouped import GROUP, GroupedArray
 from ._mapped import aligned_empty, open_regular
 
 _CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache

@@ -7,13 +7,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eformer._core import aux_field, register
-from eformer._formats.base import Part, QuantizedArray
 
-from ._builtin import FLOATING, OPTIONAL, strict
-from ._types import register_type
+from ..base import Part, QuantizedArray
 
 GROUP = 32
 _PANEL = 256  # rows decoded at a time in a product
@@ -157,14 +154,3 @@ def _product(x: jax.Array, q: GroupedArray, numbers: Any, params: dict[str, Any]
 
     stacked = jax.lax.map(row, (q.codes, q.scale, q.offset), batch_size=_PANEL)
     return jnp.moveaxis(stacked, 0, -1)
-
-
-register_type(
-    GroupedArray,
-    "grouped",
-    unpack=strict(
-        GroupedArray,
-        {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL},
-        {"zero": int, "axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype},
-    ),
-)
