@@ -1,6 +1,6 @@
 """NF4 codes and absmax against bitsandbytes itself, on fresh random tensors. Needs the `oracle` extra: `make oracle`.
 
-The golden vectors in tests/quantization hold a sample of the same comparison and run everywhere.
+The golden vectors in tests/formats hold a sample of the same comparison and run everywhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,119 @@
+"""Logical dtypes: bf16, f16 and f32 here, f64 in a process with x64 enabled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer.jaximus import implicit
+
+from .contract import FAST, FEW, check, dense, make, normal, seeded
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def several(x, q):
+    return {
+        "x @ q": x @ q,
+        "q.T @": q.T @ x.T,
+        "einsum": jnp.einsum("mk,kn->nm", x, q),
+        "neg": -q,
+        "double": q * 2,
+        "third": q / 3,
+        "add": q + q,
+        "sum": q.sum(0),
+        "take": q[jnp.asarray([1, 0])],
+        "row": q[1],
+        "exp": jnp.exp(q),
+        "weak": q * 1.5 + 1,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FEW)
+def test_programs(name: str, dtype) -> None:
+    rng = seeded(name)
+    q, x = make(name, rng, 40, 10, dtype=dtype), normal(rng, 3, 40, dtype=dtype)
+    check(*jax.jit(lambda x, q: (implicit(several)(x, q), several(x, q.materialize())), compiler_options=FAST)(x, q))
+
+
+@pytest.mark.parametrize("other", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["nf4", "int8", "binary-last-tensor"])
+def test_promotion(name: str, dtype, other) -> None:
+    """Mixed operands promote as dense ones do."""
+    rng = seeded(name)
+    q, x = make(name, rng, 24, 8, dtype=dtype), normal(rng, 3, 24, dtype=other)
+    for f in (jnp.matmul, lambda x, q: x[:, :1] * q[:3], lambda x, q: jnp.concatenate([x[:, :8], q])):
+        check(implicit(f)(x, q), f(x, dense(q)), tolerance=2e-2 if jnp.bfloat16 in (dtype, other) else 3e-3)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_astype_is_lazy_and_never_changes_the_original(name: str) -> None:
+    q = make(name, seeded(name), 40, 10)
+    half = q.astype(jnp.bfloat16)
+    assert (half.dtype, q.dtype) == (jnp.bfloat16, jnp.float32)
+    assert half.nbytes == q.nbytes
+    assert half.itemsize == 2
+    np.testing.assert_array_equal(half.materialize(), q.materialize().astype(jnp.bfloat16))
+    np.testing.assert_array_equal(half.astype(jnp.float32).materialize(), q.materialize())
+    assert isinstance(q.astype(jnp.int32), jax.Array)
+
+
+def test_bare_codes_keep_integer_dtypes() -> None:
+    from eformer.ops.quantization import Array1B
+
+    codes = jnp.asarray(seeded("codes").integers(-1, 2, (13, 6)), jnp.int8)
+    for dtype in (jnp.int8, jnp.int32):
+        q = Array1B.quantize(codes.astype(dtype))
+        x = jnp.arange(26, dtype=dtype).reshape(2, 13)
+        for f in (
+            jnp.matmul,
+            lambda x, q: q * 2,
+            lambda x, q: -q,
+            lambda x, q: q / 2,
+            lambda x, q: q + x[0, 0],
+            lambda x, q: q.sum(),
+        ):
+            found, want = implicit(f)(x, q), f(x, codes.astype(dtype))
+            assert dense(found).dtype == want.dtype
+            np.testing.assert_array_equal(dense(found), want)
+    np.testing.assert_array_equal(jnp.ones((2, 13)) @ Array1B.quantize(codes), jnp.ones((2, 13)) @ codes)
+
+
+X64 = """
+import jax, jax.numpy as jnp, numpy as np
+from eformer.jaximus import implicit
+from tests.formats.contract import FEW, check, make, normal, seeded, dense
+from tests.formats.test_contract_dtypes import several
+for name in FEW:
+    rng = seeded(name)
+    q, x = make(name, rng, 40, 10, dtype=jnp.float64), normal(rng, 3, 40, dtype=jnp.float64)
+    # NF4 keeps its absmax in f32 whatever the input, so its values are those of f32.
+    tolerance = 3e-7 if name.startswith("nf4") else 1e-12
+    check(*jax.jit(lambda x, q: (implicit(several)(x, q), several(x, q.materialize())))(x, q), tolerance)
+    assert (x @ q).dtype == jnp.float64
+    mixed = x.astype(jnp.float32) @ q
+    assert mixed.dtype == jnp.float64
+    check(mixed, x.astype(jnp.float32) @ dense(q), 1e-6)
+    low = make(name, rng, 40, 10)
+    assert low.dtype == jnp.float32
+    assert (x.astype(jnp.float32) @ low).dtype == jnp.float32
+    assert (x @ low).dtype == jnp.float64
+    g = jax.grad(lambda x: jnp.sin(x @ q).sum())(x)
+    check(g, jax.grad(lambda x: jnp.sin(x @ dense(q)).sum())(x), tolerance)
+print("fine")
+"""
+
+
+def test_f64_under_x64() -> None:
+    environment = {**os.environ, "JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "ignore"}
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run([sys.executable, "-c", X64], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout == "fine\n", done.stderr[-3000:]

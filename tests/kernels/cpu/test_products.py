@@ -1,0 +1,153 @@
+"""Every product kernel against float64, over sizes, blocks, scales, dtypes, instruction sets and threads."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ..cases import FORMATS, FORMS, SCALES, make_case
+from .calls import FLOAT32_LIMIT, THREADS, Call, compute, errors, isas
+
+SIZES = ((1, 1), (1, 2), (2, 1), (3, 130), (17, 64), (64, 63), (65, 129), (257, 66), (40, 1030), (300, 7), (130, 515))
+BLOCKS = (2, 4, 6, 10, 16, 30, 32, 48, 64, 100, 128, 256, 512, 4096)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+def random_x(rng: np.random.Generator, case, form: str, m: int, dtype=jnp.float32):
+    *batch, rows, cols = case.dense.shape
+    # Small enough that no result overflows in float16.
+    values = rng.standard_normal((*batch, m, cols if form == "dot" else rows)) / 16
+    return values.astype(np.float32).astype(dtype)
+
+
+def check(calls: list[Call], limit: float = FLOAT32_LIMIT) -> None:
+    for call, error in zip(calls, errors(calls), strict=True):
+        assert error <= limit, f"{call}: error {error:.1e}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_m(fmt: str, form: str, rng: np.random.Generator) -> None:
+    case = make_case(rng, fmt, 85, 262)
+    threads, calls = itertools.cycle(THREADS), []
+    for m in range(1, 34):
+        x = random_x(rng, case, form, m)
+        calls += [Call(case, form, x, isa, next(threads)) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_size_and_scale(fmt: str, form: str, rng: np.random.Generator) -> None:
+    calls = []
+    for i, (rows, cols) in enumerate(SIZES):
+        for scale in SCALES[fmt]:
+            case = make_case(rng, fmt, rows, cols, block=32, scale=scale)
+            x = random_x(rng, case, form, int(rng.integers(1, 20)))
+            calls += [Call(case, form, x, isa, THREADS[(i + isa) % 3]) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_block_size(form: str, rng: np.random.Generator) -> None:
+    calls = []
+    for i, block in enumerate(BLOCKS):
+        for cols in (block, 2 * block + 3, 333):
+            case = make_case(rng, "nf4", 67, cols, block=block)
+            for m in (1, int(rng.integers(2, 20))):
+                x = random_x(rng, case, form, m)
+                calls += [Call(case, form, x, isa, THREADS[i % 3]) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_large(fmt: str, form: str, rng: np.random.Generator) -> None:
+    """Sizes that need several panels in every direction, and threads that share them."""
+    calls = []
+    for rows, cols in ((1030, 650), (520, 1290)):
+        case = make_case(rng, fmt, rows, cols)
+        for m in (1, 5, 70, 130):
+            x = random_x(rng, case, form, m)
+            calls += [Call(case, form, x, isa, threads) for isa in isas() for threads in THREADS[:2]]
+    check(calls)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_many_sums(fmt: str, rng: np.random.Generator) -> None:
+    """Axpy form with few rows of x: pieces of the contracted axis whose sums several threads add up."""
+    calls = []
+    for (rows, cols), m in zip(((1537, 8205), (2050, 4100), (515, 12300)), (4, 3, 2), strict=True):
+        case = make_case(rng, fmt, rows, cols)
+        x = random_x(rng, case, "axpy", m)
+        calls += [Call(case, "axpy", x, isa, threads) for isa in isas() for threads in THREADS[:2]]
+    check(calls)
+    results = compute(calls)
+    for call, pooled, alone in zip(calls[::2], results[::2], results[1::2], strict=True):
+        np.testing.assert_array_equal(pooled, alone, err_msg=f"{call}: the number of threads matters")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_narrow_x_and_results(fmt: str, form: str, dtype, rng: np.random.Generator) -> None:
+    """x is exact in its dtype; the result is rounded once if it is narrow, and sums are float32 if it is not."""
+    wide, narrow = [], []
+    for rows, cols in SIZES[3:]:
+        case = make_case(rng, fmt, rows, cols, block=32)
+        x = random_x(rng, case, form, int(rng.integers(1, 20)), dtype)
+        wide += [Call(case, form, x, isa, out_dtype=jnp.float32) for isa in isas()]
+        narrow += [Call(case, form, x, isa) for isa in isas()]
+    check(wide, NARROW_LIMIT)
+    check(narrow, float(jnp.finfo(dtype).eps))
+
+
+# What weights rounded to bfloat16 would cost is far above this.
+NARROW_LIMIT = 1e-5
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_narrow_scales(fmt: str, rng: np.random.Generator) -> None:
+    calls = []
+    for form, dtype, scale in itertools.product(FORMS, DTYPES[1:], SCALES[fmt]):
+        if scale != "none":
+            case = make_case(rng, fmt, 70, 190, scale=scale, scale_dtype=dtype)
+            calls += [Call(case, form, random_x(rng, case, form, m), isa) for m in (1, 6) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_batches(fmt: str, rng: np.random.Generator) -> None:
+    calls = []
+    for form, batch in itertools.product(FORMS, ((3,), (2, 2))):
+        case = make_case(rng, fmt, 70, 90, batch=batch)
+        calls += [Call(case, form, random_x(rng, case, form, 4), isa, t) for isa in isas() for t in THREADS]
+    check(calls)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_values_that_are_not_finite(fmt: str, rng: np.random.Generator) -> None:
+    """A NaN of x reaches its own row of the result alone."""
+    for form in FORMS:
+        case = make_case(rng, fmt, 66, 130)
+        x = random_x(rng, case, form, 5)
+        x[2, 3] = np.nan
+        for found in compute([Call(case, form, x, isa) for isa in isas()]):
+            assert np.isnan(found[2]).all()
+            assert np.isfinite(np.delete(found, 2, axis=0)).all()
+
+
+def test_an_absent_instruction_set_is_refused(rng: np.random.Generator) -> None:
+    case = make_case(rng, "int8", 8, 8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="isa=99"):
+        compute([Call(case, "dot", random_x(rng, case, "dot", 1), isa=99)])

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Runs a small table of products under compute-sanitizer; fails on any finding in our kernels.
+# ROWS="0 3" takes only these rows of the table.
+# usage: PYTHONPATH=src tests/kernels/cuda/sanitize.sh [memcheck racecheck ...]
+set -euo pipefail
+cd "$(dirname "$0")"
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+# Plain launches, so that every kernel is checked by itself.
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer="
+if [ $# -eq 0 ]; then set -- memcheck racecheck; fi
+check() {
+  compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name kernel_substring=eformer "${PYTHON:-python3}" sanitize.py ${ROWS:-}
+}
+for tool in "$@"; do
+  echo "== $tool"
+  # The tool itself sometimes dies of a segmentation fault (139) while JAX starts, before it has reported anything.
+  for try in 1 2 3; do
+    code=0
+    check "$tool" || code=$?
+    [ "$code" -eq 139 ] || break
+    echo "compute-sanitizer crashed, try $try"
+  done
+  [ "$code" -eq 0 ] || exit "$code"
+done

@@ -1,0 +1,169 @@
+"""Choosing the CUDA kernels, and doing without them, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eformer._kernels import cuda, explain, native, qragged_dot
+from eformer._kernels.cuda import _refusals, _wide, tuning
+from eformer._kernels.problem import problem_of, spec_of
+
+from ..cases import FORMATS, make_case
+
+RNG = np.random.default_rng(5)
+
+
+@pytest.fixture
+def present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the library were there; lowering needs no more."""
+    monkeypatch.setattr(_refusals, "loaded", lambda: native.Loaded(Path("libeformer_cuda.so"), None, None))
+
+
+def choice(fmt: str = "nf4", m: int = 2, dtype: Any = jnp.bfloat16, block: int = 64, **options: Any) -> Any:
+    storage = {"block": block} if fmt == "nf4" else {}
+    case = make_case(RNG, fmt, 256, 512, **storage)
+    x = jax.ShapeDtypeStruct((m, 512), dtype)
+    spec = spec_of(x, case.codes, case.scale, fmt=fmt, cols=512, **{"form": "dot", **options})
+    return explain(problem_of(spec, "cuda", x, case.codes, case.scale))
+
+
+def lowered(function: Any, *args: Any) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.usefixtures("present")
+def test_every_format_is_taken() -> None:
+    for fmt in FORMATS:
+        for form in ("dot", "axpy"):
+            for m in (1, 64, 1000):
+                assert choice(fmt, m, form=form).name == "native_cuda"
+
+
+@pytest.mark.usefixtures("present")
+def test_what_is_refused_is_refused_with_a_reason() -> None:
+    refused = {
+        "no multiple of 32": choice(block=48),
+        "x is float64": choice(dtype=np.float64),
+        "names an algorithm": choice(precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32),
+    }
+    for reason, found in refused.items():
+        assert found.name == "xla"
+        assert reason in dict(found.rejected)["native_cuda"]
+    assert choice(preference="xla").name == "xla"
+
+
+@pytest.mark.usefixtures("present")
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_lowering_calls_the_kernel(fmt: str) -> None:
+    case = make_case(RNG, fmt, 256, 512, **({} if fmt == "nf4" else {"scale": "row"}))
+    few, many = jnp.ones((4, 512), jnp.bfloat16), jnp.ones((1500, 512), jnp.bfloat16)
+    some = jnp.ones((500, 512), jnp.bfloat16)
+    text = lowered(case.product, few)
+    assert text.count("@eformer_cuda_qmatmul") == 1
+    assert f"fmt = {FORMATS.index(fmt)} : i64" in text
+    assert "dot_general" not in text
+    text = lowered(case.product, many)
+    assert text.count("@eformer_cuda_dequant") == 1
+    assert "dot_general" in text
+    text = lowered(case.product, some)
+    assert text.count("@eformer_cuda_wide") == 1
+    assert "axpy = 0 : i64" in text
+    assert "dot_general" not in text
+    text = lowered(jax.grad(lambda x: case.product(x).sum()), few)
+    assert text.count("@eformer_cuda_wide") == 1, "the backward product is the other form"
+    assert "axpy = 1 : i64" in text
+
+
+@pytest.mark.usefixtures("present")
+def test_what_the_wide_kernel_leaves_to_others() -> None:
+    """Rows that are no multiple of 16 bytes, short blocks, scales both ways, chips without its instruction."""
+    x = jnp.ones((40, 520), jnp.bfloat16)
+    odd = {"int8": {"scale": "row"}, "ternary": {"scale": "row"}, "nf4": {"block": 96}}
+    for fmt, options in odd.items():
+        assert "@eformer_cuda_wide" not in lowered(make_case(RNG, fmt, 64, 520, **options).product, x)
+    x = jnp.ones((40, 512), jnp.bfloat16)
+    text = lowered(make_case(RNG, "int8", 64, 512, scale="full").product, x)
+    assert "@eformer_cuda_wide" not in text
+    case = make_case(RNG, "int8", 64, 512, scale="column")
+    assert "@eformer_cuda_wide" in lowered(case.product, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_wide, "has_wgmma", lambda: False)
+        assert "@eformer_cuda_wide" not in lowered(make_case(RNG, "int8", 64, 512, scale="row").product, x)
+
+
+def test_the_cut_of_the_wide_kernel() -> None:
+    """The measured best on an H200, one block per multiprocessor where there is work for all."""
+    best = {
+        (64, 14336, 4096): (64, 128, 1), (64, 4096, 4096): (64, 64, 2), (64, 4096, 14336): (64, 64, 2),
+        (64, 8192, 8192): (64, 128, 2), (64, 28672, 8192): (64, 128, 1), (256, 14336, 4096): (256, 128, 1),
+        (256, 4096, 4096): (128, 64, 1), (256, 4096, 14336): (128, 64, 1), (256, 8192, 8192): (256, 128, 2),
+    }  # fmt: skip
+    assert {sizes: _wide.cut("nf4", "dot", 1, *sizes) for sizes in best} == best
+    sizes = itertools.product(FORMATS, ("dot", "axpy"), (1, 33, 100, 1024), (8, 4096), (8, 4096))
+    for fmt, form, m, outs, deep in sizes:
+        width, block, splits = _wide.cut(fmt, form, 2, m, outs, deep)
+        assert (width, block) in _wide.costs_of(fmt, form)
+        assert width >= min(m, 128)
+        assert 1 <= splits <= max(deep // 512, 1)
+
+
+@pytest.mark.usefixtures("present")
+def test_lowering_of_groups() -> None:
+    experts = make_case(RNG, "nf4", 64, 512, batch=(4,))
+    x, sizes = jnp.ones((9, 512), jnp.bfloat16), jnp.array([2, 3, 0, 4])
+    text = lowered(
+        lambda x, q, s, g: qragged_dot(x, q, s, g, fmt="nf4", form="dot", cols=512),
+        x, jnp.asarray(experts.codes), jnp.asarray(experts.scale), sizes,
+    )  # fmt: skip
+    assert text.count("@eformer_cuda_ragged") == 1
+
+
+def test_a_missing_library_is_mentioned_once_and_the_tiled_path_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native._load.cache_clear()
+    monkeypatch.delenv("EFORMER_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(native, "find", lambda library: None)
+    with caplog.at_level(logging.WARNING, logger="eformer"):
+        found = [choice(m=m) for m in (1, 2, 3)]
+    native._load.cache_clear()
+    assert {c.name for c in found} == {"xla"}
+    assert "no native CUDA kernels" in dict(found[0].rejected)["native_cuda"]
+    assert sum("no native CUDA kernels" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_library_that_is_none_is_warned_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "libeformer_cuda.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setenv("EFORMER_CUDA_LIBRARY", str(broken))
+    with pytest.warns(UserWarning, match="CUDA kernels in .* cannot be used"):
+        assert choice().name == "xla"
+
+
+def test_an_installed_library_has_the_right_interface() -> None:
+    path = native.find(cuda.LIBRARY)
+    if path is not None:
+        assert native._checked(cuda.LIBRARY, path) is not None
+
+
+def test_the_cut_fills_the_chip() -> None:
+    """Tiles and splits are within what the kernels take, and leave no multiprocessor idle where work allows."""
+    assert tuning.cut("nf4", 1, 1, 14336, 4096) == (7, 1)
+    for fmt in FORMATS:
+        for m in (1, 8, 16, 32, 64):
+            for rows, cols in ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (17, 100)):
+                tiles, splits = tuning.cut(fmt, 1, m, rows, cols)
+                assert 1 <= tiles <= tuning.MOST_TILES
+                assert 1 <= splits <= 8
+                chunks = -(-m // (8 * tuning.columns_of(fmt, m)))
+                blocks = -(-rows // (16 * tiles)) * splits * chunks
+                if rows * splits >= 16 * 132:
+                    assert blocks >= 112

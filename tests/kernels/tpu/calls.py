@@ -1,0 +1,66 @@
+"""Calling the TPU kernels on any machine: interpreted, or lowered for a TPU that is not there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer._kernels import tpu
+from eformer._kernels.problem import Problem, problem_of, spec_of
+
+from ..cases import Case
+
+
+def problem(case: Case, form: str, x: Any, **options: Any) -> Problem:
+    spec = spec_of(x, case.codes, case.scale, fmt=case.fmt, form=form, cols=case.cols, **options)
+    return problem_of(spec, "tpu", x, case.codes, case.scale)
+
+
+def interpreted(calls: list[tuple[Case, str, Any]], **options: Any) -> list[np.ndarray]:
+    """The float32 results of products of (case, form, x), all in one program."""
+    problems = [problem(case, form, x, out_dtype=jnp.float32) for case, form, x in calls]
+
+    def program(operands: Any) -> list[jax.Array]:
+        return [tpu.qmatmul(p, *o, interpret=True, **options) for p, o in zip(problems, operands, strict=True)]
+
+    operands = [(jnp.asarray(x), jnp.asarray(case.codes), case.scale) for case, _, x in calls]
+    return [np.asarray(y) for y in jax.jit(program)(operands)]
+
+
+def expected(case: Case, form: str, x: Any) -> np.ndarray:
+    """The product in float64, of operands rounded as the kernel rounds them for bfloat16 x."""
+    if x.dtype == np.float32:
+        return case.expected(x, form)
+
+    def rounded(value: Any) -> np.ndarray:
+        return np.asarray(jnp.asarray(value, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+    wide, matrix = np.asarray(x, np.float64), case.dense
+    if case.fmt == "nf4":
+        matrix = rounded(matrix)
+    elif case.scale is not None and case.scale.shape[-1 if form == "dot" else -2] != 1:
+        # A scale along the contraction is multiplied into x.
+        matrix = case.dense / case.scale
+        wide = rounded(np.asarray(x, np.float32) * np.swapaxes(case.scale, -1, -2 if form == "axpy" else -1))
+    return wide @ (matrix.swapaxes(-1, -2) if form == "dot" else matrix)
+
+
+def lowered(function: Any, *operands: Any) -> str:
+    """The program for a TPU, without the bodies of its kernels."""
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
+    return re.sub(r'backend_config = "[^"]*"', "", text)
+
+
+def kernels_in(text: str) -> int:
+    return text.count("@tpu_custom_call")
+
+
+def tensors_in(text: str) -> set[tuple[int, ...]]:
+    """The shapes of all floating tensors, leading axes of size 1 left out."""
+    found = re.findall(r"tensor<((?:\d+x)+)(?:f|bf)\d+>", text)
+    shapes = (tuple(map(int, shape.strip("x").split("x"))) for shape in found)
+    return {shape[next((i for i, n in enumerate(shape) if n != 1), 0) :] for shape in shapes}
