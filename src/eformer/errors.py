@@ -1,66 +1,106 @@
-"""Every exception and warning type of eformer, and the long messages that go with them."""
+"""Every exception and warning that eformer raises.
+
+All of them derive from `EformerError` or `EformerWarning`, and from the builtin type that fits, so that both
+`except EformerError` and `except ValueError` catch them.
+
+>>> import jax.numpy as jnp
+>>> from jax.sharding import PartitionSpec
+>>> import eformer as ef
+>>> try:
+...     ef.quantize(jnp.ones((64, 32)), dtype="nf4").with_sharding(PartitionSpec(None, None, "x"))
+... except ef.errors.EformerError as err:
+...     print(type(err).__name__, isinstance(err, ValueError))
+ShardingError True
+"""
 
 from __future__ import annotations
 
-
-class MaterializationWarning(UserWarning):
-    """An implicit array was turned into a dense one because nothing cheaper was registered."""
+import plum
 
 
-class HandlerResultWarning(UserWarning):
+class EformerError(Exception):
+    """The base of every exception of this library."""
+
+
+class EformerWarning(Warning):
+    """The base of every warning of this library."""
+
+
+class MaterializationWarning(EformerWarning, UserWarning):
+    """An implicit array was converted to a dense one because no handler covers the operation."""
+
+
+class HandlerResultWarning(EformerWarning, UserWarning):
     """A handler returned a scalar where an array was expected."""
 
 
-class KernelFallbackWarning(UserWarning):
+class KernelFallbackWarning(EformerWarning, UserWarning):
     """Native kernels are installed but cannot be used; a slower path is taken."""
 
 
-class UnusedRuleWarning(UserWarning):
-    """A rule for the leaves of a model decided nothing."""
+class UnusedRuleWarning(EformerWarning, UserWarning):
+    """A rule for the leaves of a model matched nothing, or another rule decided everything it matched."""
 
 
-class UninitializedAval(Exception):
+class UninitializedAval(EformerError):
     """`shape` or `dtype` was read before it could be known."""
 
 
-class InvalidImplicitArrayError(TypeError):
-    """A class derived from `ImplicitArray`, or an instance of one, breaks the rules of the base class."""
+class InvalidImplicitArrayError(EformerError, TypeError):
+    """A subclass of `ImplicitArray`, or an instance of one, breaks a rule of the base class."""
 
 
-class AvalMismatchError(ValueError):
-    """A declared shape or dtype disagrees with what the children or `materialize` say."""
+class AvalMismatchError(EformerError, ValueError):
+    """A declared shape or dtype disagrees with the children or with `materialize`."""
 
 
-class SlicedBelowCoreError(ValueError):
-    """An implicit array lost leading axes it cannot do without."""
+class SlicedBelowCoreError(EformerError, ValueError):
+    """An implicit array lost leading axes that it needs."""
 
 
-class MaterializationError(RuntimeError):
-    """Materializing failed, or was refused by the policy in force."""
+class MaterializationError(EformerError, RuntimeError):
+    """`materialize` failed, or the policy in force refused it."""
 
 
-class HandlerResultError(TypeError):
+class AmbiguousHandlerError(EformerError, plum.AmbiguousLookupError):
+    """Several handlers match and none is more specific than the others."""
+
+    def __init__(self, message: str):
+        LookupError.__init__(self, message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+    __repr__ = __str__
+
+
+class HandlerResultError(EformerError, TypeError):
     """A handler returned something that cannot be the result of its primitive."""
 
 
-class HandlerSignatureError(TypeError):
-    """A handler cannot be registered or called because of its signature."""
+class HandlerSignatureError(EformerError, TypeError):
+    """The signature of a handler does not allow it to be registered or called."""
 
 
-class UnknownPrimitiveError(ValueError):
-    """`register` was given a name no JAX primitive has."""
+class UnknownPrimitiveError(EformerError, ValueError):
+    """`register` was given a name that no JAX primitive has."""
 
 
-class QuantizedGradientError(TypeError):
-    """A gradient with respect to the stored codes or scales of a quantized array was asked for."""
+class QuantizedGradientError(EformerError, TypeError):
+    """A gradient was requested with respect to the stored codes or scales of a quantized array."""
 
 
-class ProcessError(RuntimeError):
-    """The processes of one program do not agree, or one of them did not answer in time."""
+class ShardingError(EformerError, ValueError):
+    """A sharding does not fit the array, or would split a block."""
 
 
-class CheckpointError(ValueError):
-    """A file cannot be read or written: which file, which tensor, what is wrong, what to do."""
+class ProcessError(EformerError, RuntimeError):
+    """The processes of a program disagree, or one of them did not answer in time."""
+
+
+class CheckpointError(EformerError, ValueError):
+    """A file cannot be read or written. The message names the file, the tensor, the problem and the fix."""
 
     def __init__(self, what: str, *, file: object = None, tensor: str | None = None, fix: str = ""):
         where = [str(file)] if file is not None else []
@@ -69,104 +109,18 @@ class CheckpointError(ValueError):
         self.file, self.tensor, self.what, self.fix = file, tensor, what, fix
 
 
+class CommandError(EformerError):
+    """A command of `eformer` cannot do what was asked; the message is the one line the user sees."""
+
+    status = 1  # of the process
+
+
+class CommandUsageError(CommandError):
+    """The arguments of a command make no sense together."""
+
+    status = 2
+
+
 def _shortened(name: str, limit: int = 200) -> str:
-    """A name out of a file, quoted, and cut if somebody made it absurdly long."""
+    """A name from a file, quoted, and cut if it is absurdly long."""
     return repr(name) if len(name) <= limit else f"{name[:limit]!r}... ({len(name)} characters)"
-
-
-NOT_A_DATACLASS = """\
-{name} derives from ImplicitArray but is not a dataclass of its own, so its fields are unknown.
-Decorate it:
-
-    @dataclasses.dataclass
-    class {name}(ImplicitArray): ..."""
-
-NO_MATERIALIZE = """\
-{name} does not implement materialize(), the method that computes the dense array it stands for.
-Add one:
-
-    def materialize(self):
-        return ...  # a jax.Array"""
-
-BAD_CHILD = """\
-field {field!r} of {name} holds {value!r} of type {kind}, which is not an array.
-Children must be arrays (or pytrees of arrays). Static data belongs in auxiliary fields:
-
-    {field}: ... = aux_field()"""
-
-UNHASHABLE_AUX = """\
-auxiliary field {field!r} of {name} holds an unhashable {kind}: {value!r}.
-Auxiliary data becomes part of compilation keys and must be hashable; store a tuple, a string or a number."""
-
-NEEDS_SHAPE = """\
-{name}.materialize() reads self.{what}, which cannot be derived from the children without calling materialize().
-Pass {what}= when constructing it, or override compute_{what}() to derive it from the children."""
-
-BELOW_CORE = """\
-{name} was sliced below its core rank: its children have ranks {now}, and it was built with ranks {built}{core}.
-This happens when vmap, scan or indexing maps over an axis that is not a leading batch axis of every child.
-Materialize it first, or declare on the class how many trailing axes belong together:
-
-    core_ndim: ClassVar[int] = 2  # axes in front of the last two are batch axes of every child"""
-
-BELOW_DECLARED_CORE = """\
-{name} was sliced below its core rank: its children have ranks {now}, too few for the {core} trailing axes that belong
-together (core_ndim={core}).
-This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or
-materialize it first."""
-
-MAPPED_CORE = """\
-jax.vmap maps axes of the arrays that {name} stores, and with these {what} those are not the same axis of the array
-itself. Map the array, with vmap inside of implicit,
-
-    implicit(jax.vmap(f, {what}=...))(q)
-
-or move the axis to the front and map that."""
-
-UNEVEN_BATCH = """\
-the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its
-shape is ambiguous. Map over all children together, or declare `core_ndim` on the class."""
-
-DECLARED_MISMATCH = """\
-{name} was declared with {what}={declared}, but {source} gives {found}.
-Leave {what}= out (it follows the children), or correct it."""
-
-TANGENT_AS_ARRAY = """\
-the derivative rule of a function was given the tangent of {name}, a pytree, and used it as an array.
-Functions with such rules (jax.custom_jvp) take arrays apart unless they are called under `implicit`: implicit(f)(x)."""
-
-REFUSED = """\
-Refusing to materialize {array} ({dense_bytes:,} bytes dense) for {primitive} at {where}: the policy is "error".
-Register a handler for {primitive!r} on {type}, call materialize() explicitly, or relax the policy with
-materialization_policy("warn")."""
-
-WARNED = """\
-materializing {array} ({dense_bytes:,} bytes dense) for {primitive}: no handler keeps it implicit. Register one, call
-materialize() explicitly, or silence this with materialization_policy("allow") or warn_on_materialize=False."""
-
-WRONG_RESULT = """\
-handler {handler} for {primitive} returned {found}, expected {expected}.
-The operands were ({operands})."""
-
-UNKNOWN_PRIMITIVE = """\
-no JAX primitive is called {name!r}.{hint}
-Pass the primitive object itself if it is your own."""
-
-UNACCEPTED_PARAMS = """\
-handler {handler} for {primitive} does not accept the parameter{s} {params}.
-Add `**params` to its signature (and honour or forward them)."""
-
-AMBIGUOUS = """\
-{primitive}({types}) matches several handlers and none is more specific:
-{candidates}
-Register one for exactly these types, or give one of them a higher precedence=."""
-
-BROKEN_KERNELS = """\
-the native {title} kernels in {path} cannot be used: {cause}.
-Products with quantized arrays take the tiled XLA path instead, which is slower. Reinstall eformer for this machine, or
-set EFORMER_KERNELS=0 to do without native kernels; `python -m eformer doctor` says more."""
-
-MISSING_KERNELS = """\
-eformer: this installation has no native {title} kernels (there was no {compiler} when it was built, or EFORMER_NATIVE \
-was OFF), so products with quantized arrays take the tiled XLA path, which is slower. Reinstall eformer where there is \
-one, or set EFORMER_KERNELS=0 to hide this message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eformer.errors import AmbiguousHandlerError as AmbiguousHandlerError
 from eformer.errors import AvalMismatchError as AvalMismatchError
 from eformer.errors import HandlerResultError as HandlerResultError
 from eformer.errors import HandlerResultWarning as HandlerResultWarning
@@ -29,7 +30,6 @@ from .fallback import materialize_nested as materialize_nested
 from .fields import aux_field as aux_field
 from .interpret import implicit as implicit
 from .interpret import use_implicit as use_implicit
-from .registry import AmbiguousHandlerError as AmbiguousHandlerError
 from .registry import register as register
 from .ste import ste as ste
 from .tree import combine_leaf_predicate as combine_leaf_predicate

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from eformer import _jax as compat
-from eformer import errors as errors
+from eformer import _messages, errors
 
 from . import aval as _aval
 from . import fallback as _fallback
@@ -148,7 +148,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is ImplicitArray or cls.materialize is ImplicitArray.materialize:
-            raise errors.InvalidImplicitArrayError(errors.NO_MATERIALIZE.format(name=cls.__name__))
+            raise errors.InvalidImplicitArrayError(_messages.NO_MATERIALIZE.format(name=cls.__name__))
         layout(cls)
         return object.__new__(cls)
 
@@ -156,7 +156,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         for name in layout(type(self)).children:
             value = getattr(self, name)
             if isinstance(value, _NEVER_CHILDREN) or (callable(value) and not hasattr(value, "shape")):
-                message = errors.BAD_CHILD.format(
+                message = _messages.BAD_CHILD.format(
                     field=name, name=type(self).__name__, value=value, kind=type(value).__name__
                 )
                 raise errors.InvalidImplicitArrayError(message)
@@ -195,7 +195,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     def materialize(self) -> Any:
         """The dense array this one stands for. Subclasses must implement it."""
-        raise errors.InvalidImplicitArrayError(errors.NO_MATERIALIZE.format(name=type(self).__name__))
+        raise errors.InvalidImplicitArrayError(_messages.NO_MATERIALIZE.format(name=type(self).__name__))
 
     def compute_shape(self) -> Sequence[int] | None:
         """The logical shape, from the children alone; None lets it be derived from `materialize`."""
@@ -213,7 +213,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     @classmethod
     def tangent_error(cls) -> Exception:
         """What to raise when a derivative rule uses the tangent of such an array, a pytree, as if it were an array."""
-        return TypeError(errors.TANGENT_AS_ARRAY.format(name=cls.__name__))
+        return TypeError(_messages.TANGENT_AS_ARRAY.format(name=cls.__name__))
 
     @classmethod
     def default_handler(cls, primitive: Any, *args: Any, params: dict[str, Any] | None = None) -> Any:

@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from eformer import _jax as compat
-from eformer import errors as errors
+from eformer import _messages, errors
 
 from .fields import layout, replaceable_fields
 
@@ -77,7 +77,9 @@ def _bad_child_message(q: Any) -> str:
     for name in layout(type(q)).children:
         for leaf in jtu.tree_leaves(getattr(q, name)):
             if leaf_key(leaf) is None:
-                return errors.BAD_CHILD.format(field=name, name=type(q).__name__, value=leaf, kind=type(leaf).__name__)
+                return _messages.BAD_CHILD.format(
+                    field=name, name=type(q).__name__, value=leaf, kind=type(leaf).__name__
+                )
     return f"{type(q).__name__} holds a child that is not an array."
 
 
@@ -96,7 +98,7 @@ def _unhashable_message(q: Any) -> str:
             hash(value)
         except TypeError:
             kind = type(value).__name__
-            return errors.UNHASHABLE_AUX.format(field=name, name=type(q).__name__, kind=kind, value=value)
+            return _messages.UNHASHABLE_AUX.format(field=name, name=type(q).__name__, kind=kind, value=value)
     return f"{type(q).__name__} holds unhashable auxiliary data."
 
 
@@ -169,7 +171,7 @@ def _compare(q: Any, what: str, declared: Any, found: Any) -> None:
     if declared is not None and declared != found:
         name = type(q).__name__
         raise errors.AvalMismatchError(
-            errors.DECLARED_MISMATCH.format(
+            _messages.DECLARED_MISMATCH.format(
                 name=name, what=what, declared=declared, source=f"{name}.materialize()", found=found
             )
         )
@@ -217,7 +219,7 @@ def _declared(q: Any, what: str) -> Any:
     value = q.__dict__.get(f"_{what}")
     value = getattr(q, f"compute_{what}")() if value is None else value
     if value is None:
-        raise errors.UninitializedAval(errors.NEEDS_SHAPE.format(name=type(q).__name__, what=what))
+        raise errors.UninitializedAval(_messages.NEEDS_SHAPE.format(name=type(q).__name__, what=what))
     return tuple(value) if what == "shape" else np.dtype(value)
 
 
@@ -228,7 +230,7 @@ def batch_rank(q: Any, leaves: Sequence[Any]) -> int:
         return 0
     gained = {len(leaf_key(leaf)[0]) - rank for leaf, rank in zip(leaves, ranks, strict=True)}  # pyright: ignore[reportOptionalSubscript]
     if len(gained) > 1:
-        raise errors.SlicedBelowCoreError(_rank_message(errors.UNEVEN_BATCH, q, leaves))
+        raise errors.SlicedBelowCoreError(_rank_message(_messages.UNEVEN_BATCH, q, leaves))
     return gained.pop()
 
 
@@ -252,7 +254,7 @@ def _rank_message(template: str, q: Any, leaves: Sequence[Any]) -> str:
     now = tuple(len(leaf_key(leaf)[0]) for leaf in leaves)  # pyright: ignore[reportOptionalSubscript]
     built = q.__dict__.get("_ranks")
     if built is None:  # the class declares its core, so instances need not remember what they were built with
-        return errors.BELOW_DECLARED_CORE.format(name=type(q).__name__, now=now, core=q.core_ndim)
+        return _messages.BELOW_DECLARED_CORE.format(name=type(q).__name__, now=now, core=q.core_ndim)
     core = "" if q.core_ndim is None else f" (core_ndim={q.core_ndim})"
     return template.format(name=type(q).__name__, now=now, built=built, core=core)
 
@@ -266,11 +268,11 @@ def _infer(q: Any, leaves: Sequence[Any], treedef: Any, key: Any) -> tuple[tuple
     if extra < 0:
         declared = q.__dict__.get("_shape")
         if declared is None or q.core_ndim is None or len(declared) + extra < q.core_ndim:
-            raise errors.SlicedBelowCoreError(_rank_message(errors.BELOW_CORE, q, leaves))
+            raise errors.SlicedBelowCoreError(_rank_message(_messages.BELOW_CORE, q, leaves))
         q = _copy_declaring(q, declared[-extra:], q.__dict__.get("_dtype"))
     shape, dtype = _infer_unbatched(q, key)
     if q.core_ndim is not None and len(shape) < q.core_ndim:
-        raise errors.SlicedBelowCoreError(_rank_message(errors.BELOW_CORE, q, leaves))
+        raise errors.SlicedBelowCoreError(_rank_message(_messages.BELOW_CORE, q, leaves))
     return shape, dtype
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from eformer import _jax as compat
+from eformer import _messages, errors
 from eformer import _settings as settings
-from eformer import errors as errors
 from eformer._record import record, recording
 
 from . import aval as _aval
@@ -95,9 +95,9 @@ def _notice(q: Any) -> None:
     }
     record("decode" if picked else "materialize", shape=q.shape, dtype=q.dtype, **facts)
     if policy == "error":
-        raise errors.MaterializationError(errors.REFUSED.format(**facts))
+        raise errors.MaterializationError(_messages.REFUSED.format(**facts))
     if warn:
-        kind, primitive, message = type(q), facts["primitive"], errors.WARNED.format(**facts)
+        kind, primitive, message = type(q), facts["primitive"], _messages.WARNED.format(**facts)
         if replayed is None and _state.notices is not None:
             _state.notices.append((kind, primitive, message))
         _warn_once(kind, primitive, message, where)
@@ -172,7 +172,7 @@ def _check(q: Any, out: Any) -> None:
     for what, declared, got in zip(("shape", "dtype"), (q.shape, q.dtype), found, strict=True):
         if declared != got:
             raise errors.AvalMismatchError(
-                errors.DECLARED_MISMATCH.format(
+                _messages.DECLARED_MISMATCH.format(
                     name=type(q).__name__, what=what, declared=declared, source="materialize()", found=got
                 )
             )

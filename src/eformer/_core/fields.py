@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, get_origin
 
-from eformer import errors as errors
+from eformer import _messages, errors
 
 AUX = "implicit_array_aux"
 DECLARED = ("shape", "dtype")  # fields of the base class, kept apart from the user's own
@@ -98,7 +98,7 @@ def _require_dataclass(cls: type) -> None:
             break
         if any(not _is_class_variable(hint) for hint in inspect.get_annotations(base).values()):
             break
-    raise errors.InvalidImplicitArrayError(errors.NOT_A_DATACLASS.format(name=cls.__name__))
+    raise errors.InvalidImplicitArrayError(_messages.NOT_A_DATACLASS.format(name=cls.__name__))
 
 
 def _is_class_variable(hint: Any) -> bool:

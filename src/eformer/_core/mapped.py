@@ -11,7 +11,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from eformer import _jax as compat
-from eformer import errors as errors
+from eformer import _messages, errors
 
 from .fields import layout
 from .operators import ArrayOperators
@@ -34,7 +34,7 @@ def check(q: Any) -> None:
     ndim = q.ndim + 1 if what == "in_axes" else q.ndim  # with the mapped axis
     if len(axes) == 1 and q.stores_axis_in_place(min(axes), ndim):
         return
-    raise errors.SlicedBelowCoreError(errors.MAPPED_CORE.format(name=type(q).__name__, what=what))
+    raise errors.SlicedBelowCoreError(_messages.MAPPED_CORE.format(name=type(q).__name__, what=what))
 
 
 def _is_implicit(x: Any) -> bool:

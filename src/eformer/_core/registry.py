@@ -16,7 +16,7 @@ import jax
 import plum
 
 from eformer import _jax as compat
-from eformer import errors as errors
+from eformer import _messages, errors
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Any])
 
@@ -34,19 +34,6 @@ _ALIASES = {
     "ragged_dot": "ragged_dot_general",
     "select": "select_n",
 }
-
-
-class AmbiguousHandlerError(plum.AmbiguousLookupError):
-    """Several handlers match and none is more specific than the others."""
-
-    def __init__(self, message: str):
-        LookupError.__init__(self, message)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
-
-    __repr__ = __str__
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +62,7 @@ class Handler:
             listed = ", ".join(f"{k}={v!r}" for k, v in unknown.items())
             s = "s" if len(unknown) > 1 else ""
             raise errors.HandlerSignatureError(
-                errors.UNACCEPTED_PARAMS.format(handler=self.name, primitive=primitive, s=s, params=listed)
+                _messages.UNACCEPTED_PARAMS.format(handler=self.name, primitive=primitive, s=s, params=listed)
             )
         return {k: v for k, v in params.items() if k in self.keywords}
 
@@ -127,7 +114,9 @@ def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Ha
     if len(best) > 1:
         candidates = "\n".join(f"  {h.name}: {h.signature}" for h in best)
         shown = ", ".join(t.__name__ for t in operand_types)
-        raise AmbiguousHandlerError(errors.AMBIGUOUS.format(primitive=name, types=shown, candidates=candidates))
+        raise errors.AmbiguousHandlerError(
+            _messages.AMBIGUOUS.format(primitive=name, types=shown, candidates=candidates)
+        )
     return best[0] if best else None
 
 
@@ -177,7 +166,7 @@ def canonical_name(primitive: Any) -> str:
         return canonical_name(in_lax)
     close = difflib.get_close_matches(primitive, sorted(known | set(_ALIASES)), n=5)
     hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
-    raise errors.UnknownPrimitiveError(errors.UNKNOWN_PRIMITIVE.format(name=primitive, hint=hint))
+    raise errors.UnknownPrimitiveError(_messages.UNKNOWN_PRIMITIVE.format(name=primitive, hint=hint))
 
 
 def _describe(fn: Callable[..., Any], precedence: int, namespace: dict[str, Any]) -> Handler:

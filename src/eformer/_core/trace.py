@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from eformer import _jax as compat
-from eformer import errors as errors
+from eformer import _messages, errors
 
 from . import fallback as _fallback
 from . import operators as _operators
@@ -286,7 +286,7 @@ def _check_one(handler: Any, primitive: Any, result: Any, aval: Any, operands: l
 def _wrong_result(handler: Any, primitive: Any, found: str, expected: str, operands: list[Any]) -> None:
     shown = ", ".join(f"{type(v).__name__ if is_implicit(v) else 'Array'}{list(v.shape)}" for v in operands)
     raise errors.HandlerResultError(
-        errors.WRONG_RESULT.format(
+        _messages.WRONG_RESULT.format(
             handler=handler.name, primitive=primitive, found=found, expected=expected, operands=shown
         )
     )

@@ -10,10 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from eformer import _jax as compat
-
-
-class ShardingError(ValueError):
-    """A sharding does not fit the array or would cut a block in two."""
+from eformer.errors import ShardingError
 
 
 def full_spec(spec: PartitionSpec, ndim: int, what: str) -> tuple[Any, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax import export
 
-from eformer import _settings
+from eformer import _settings, _table
 
-from . import cpu, cuda, native
+from . import cpu, cuda, native, tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,32 @@ def load_kernels() -> list[dict[str, Any]]:
     ['cpu', 'cuda']
     """
     return [_state(backend) for backend in BACKENDS]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The state of the kernels of every platform. Prints as a table; `states` has the same as data."""
+
+    states: tuple[dict[str, Any], ...]
+
+    def __str__(self) -> str:
+        cells = [
+            [str(state[key] or "-") for key in ("backend", "state", "instructions", "path")] for state in self.states
+        ]
+        return "\n".join(_table.lines(("platform", "state", "instructions", "file"), cells))
+
+    __repr__ = __str__
+
+
+def kernels() -> Kernels:
+    """Load the native kernels of every platform now, and say which run here and why the others do not.
+
+    `python -m eformer doctor` also checks their results and times them.
+
+    >>> [state["backend"] for state in kernels().states]
+    ['cpu', 'cuda', 'tpu']
+    """
+    return Kernels((*load_kernels(), tpu.state()))
 
 
 def _state(backend: Backend) -> dict[str, Any]:

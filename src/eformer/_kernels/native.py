@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from eformer import _settings, errors
+from eformer import _messages, _settings, errors
 
 _log = logging.getLogger("eformer")
 _lock = threading.Lock()
@@ -62,14 +62,14 @@ def load(library: Library) -> Loaded:
 def _load(library: Library, override: str | None) -> Loaded:
     path = Path(override) if override else find(library)
     if path is None:
-        _log.warning(errors.MISSING_KERNELS.format(title=library.title, compiler=library.compiler))
+        _log.warning(_messages.MISSING_KERNELS.format(title=library.title, compiler=library.compiler))
         return Loaded(None, None, f"this installation has no native {library.title} kernels")
     try:
         handle = _checked(library, path)
         _register(library, handle)
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as err:
         cause = str(err).strip().rstrip(".") or type(err).__name__
-        message = errors.BROKEN_KERNELS.format(title=library.title, path=path, cause=cause)
+        message = _messages.BROKEN_KERNELS.format(title=library.title, path=path, cause=cause)
         warnings.warn(message, errors.KernelFallbackWarning, stacklevel=2)
         return Loaded(path, None, f"{path.name} cannot be used: {cause}")
     return Loaded(path, handle, None)

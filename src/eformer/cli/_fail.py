@@ -1,17 +1,10 @@
-"""Ends of a command that are nobody's bug: each is one line for the user and an exit status."""
+"""Exit statuses, and the errors that end a command with one line for the user."""
 
 from __future__ import annotations
 
-OK, FAILED, WRONG_USE = 0, 1, 2
+from eformer.errors import CommandError as Failure
+from eformer.errors import CommandUsageError as WrongUse
 
+__all__ = ["FAILED", "OK", "WRONG_USE", "Failure", "WrongUse"]
 
-class Failure(Exception):
-    """The command cannot do what was asked; the text says why and what to do."""
-
-    status = FAILED
-
-
-class WrongUse(Failure):
-    """The arguments make no sense together."""
-
-    status = WRONG_USE
+OK, FAILED, WRONG_USE = 0, Failure.status, WrongUse.status

@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eformer.serialization import GgufFile, LazyCheckpoint, open_gguf, open_lazy
+from eformer.serialization import GgufFile, LazyCheckpoint
+from eformer.serialization._inspect import StoredTensor as Tensor
+from eformer.serialization._inspect import open_checkpoint as open_any
+from eformer.serialization._inspect import tensors as tensors
 
 from ._fail import Failure
 
-_MAGIC = b"GGUF"
+__all__ = ["Leaves", "Tensor", "check_exists", "open_checkpoint", "shortened", "size_of", "tensors"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """What a file says of one leaf. `format` is "dense", one of ours, or a block type of GGUF."""
-
-    path: str
-    format: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-
-
-def is_gguf(path: Path) -> bool:
-    """Does the file begin as GGUF files do?"""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+def check_exists(path: Path) -> None:
+    """A file, a folder, or the name that an index of several files would have."""
+    if not path.exists() and not path.with_name(path.name + ".index.json").exists():
+        raise Failure(f"{path} does not exist.")
 
 
 def open_checkpoint(path: Path) -> LazyCheckpoint | GgufFile:
-    """Whatever kind of checkpoint this is; its leaves are not read."""
-    if not path.exists() and not path.with_name(path.name + ".index.json").exists():
-        raise Failure(f"{path} does not exist.")
-    return open_gguf(path) if is_gguf(path) else open_lazy(path)
+    """A checkpoint of any kind; its leaves are not read."""
+    check_exists(path)
+    return open_any(path)
 
 
-def tensors(opened: LazyCheckpoint | GgufFile) -> list[Tensor]:
-    """Everything in a checkpoint, in its order."""
-    if isinstance(opened, GgufFile):
-        return [_gguf_tensor(opened, name) for name in opened]
-    return [_lazy_tensor(opened, name) for name in opened]
-
-
-def _gguf_tensor(opened: GgufFile, name: str) -> Tensor:
-    found = opened.tensors[name]
-    dtype = str(found.type.dtype or "float32")
-    return Tensor(name, "dense" if found.type.dtype else found.type.name, tuple(found.shape), dtype, found.nbytes)
-
-
-def _lazy_tensor(opened: LazyCheckpoint, name: str) -> Tensor:
-    info = opened.info(name)
-    return Tensor(name, info.format, info.shape, str(info.dtype or "-"), info.nbytes)
-
-
-def metadata(opened: LazyCheckpoint | GgufFile) -> dict[str, Any]:
+def shortened(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The notes of a file, long lists counted instead of shown."""
-    return {key: _short(value) for key, value in opened.metadata.items()}
+    return {key: _short(value) for key, value in metadata.items()}
 
 
 def _short(value: Any) -> Any:

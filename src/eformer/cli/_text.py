@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from eformer._table import are_numbers, lines
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -28,46 +29,12 @@ def teller(quiet: bool = False) -> Callable[[str], None]:
     return lambda what: print(f"\r\x1b[2K{what}", end="" if what else "\r", file=sys.stderr, flush=True)
 
 
-def shape_text(shape: Sequence[int]) -> str:
-    """
-    >>> shape_text((64, 32))
-    '64 × 32'
-    """
-    return " × ".join(map(str, shape)) or "scalar"
-
-
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A titled table; columns of numbers are aligned to the right."""
     if importlib.util.find_spec("rich") is None:
-        print(plain_table(title, columns, rows))
+        print("\n  ".join([title, *lines(columns, rows)]))
     else:
         _rich_table(title, columns, rows)
-
-
-def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    r"""The table as lines of text.
-
-    >>> print(plain_table("sizes", ["name", "bits"], [["nf4", "4.5"], ["int8", "8"]]))
-    sizes
-      name  bits
-      nf4    4.5
-      int8     8
-    """
-    turned = [_padded([column, *(row[i] for row in rows)]) for i, column in enumerate(columns)]
-    return "\n".join([title, *("  " + "  ".join(line).rstrip() for line in zip(*turned, strict=True))])
-
-
-def _padded(cells: Sequence[str]) -> list[str]:
-    width = max(map(len, cells))
-    return [cell.rjust(width) if are_numbers(cells[1:]) else cell.ljust(width) for cell in cells]
-
-
-def are_numbers(cells: Sequence[str]) -> bool:
-    """
-    >>> are_numbers(["1,024", "-3.5%", ""]), are_numbers(["1e-7", "2 × 3"])
-    (True, False)
-    """
-    return all(re.fullmatch(r"([-+×]? ?[\d,.]+(e[-+]?\d+)?%?)?", cell) for cell in cells)
 
 
 def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from eformer._kernels.tpu import state as tpu_state
-from eformer.ops.quantization.kernels import load_kernels
+from eformer.ops.quantization.kernels import kernels
 
 from . import _selfcheck
 from ._text import print_table
@@ -46,7 +45,7 @@ def report(*, timing: bool = True) -> dict[str, Any]:
             "platform": jax.default_backend(),
             "devices": [str(device) for device in jax.devices()],
         },
-        "kernels": [*load_kernels(), tpu_state()],
+        "kernels": kernels().states,
         "checks": checks,
         "timings": _selfcheck.timings() if timing else [],
         "ok": all(check["ok"] for check in checks),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import fnmatch
 from pathlib import Path
-from typing import Any
+
+from eformer.serialization._inspect import COLUMNS, FileReport, inspect
 
 from . import _files
 from ._fail import OK
-from ._text import add_json, print_json, print_table, shape_text
+from ._text import add_json, print_json, print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,39 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List the tensors, the totals per format, and the notes of the file."""
-    opened = _files.open_checkpoint(options.file)
-    listed = [tensor for tensor in _files.tensors(opened) if fnmatch.fnmatchcase(tensor.path, options.only)]
-    found = {
-        "file": str(options.file),
-        "kind": "gguf" if _files.is_gguf(options.file) else "safetensors",
-        "tensors": [dataclasses.asdict(tensor) for tensor in listed],
-        "formats": _totals(listed),
-        "nbytes": sum(tensor.nbytes for tensor in listed),
-        "metadata": _files.metadata(opened),
-    }
-    print_json(found) if options.json else show(found)
+    """List the tensors, the totals per format, and the metadata of the file."""
+    _files.check_exists(options.file)
+    found = inspect(options.file)
+    listed = tuple(tensor for tensor in found.tensors if fnmatch.fnmatchcase(tensor.path, options.only))
+    found = dataclasses.replace(found, tensors=listed, metadata=_files.shortened(found.metadata))
+    if options.json:
+        print_json({**dataclasses.asdict(found), "formats": found.formats, "nbytes": found.nbytes})
+    else:
+        show(found)
     return OK
 
 
-def _totals(listed: list[_files.Tensor]) -> dict[str, int]:
-    sums: collections.Counter[str] = collections.Counter()
-    for tensor in listed:
-        sums[tensor.format] += tensor.nbytes
-    return dict(sums)
-
-
-def show(found: dict[str, Any]) -> None:
+def show(found: FileReport) -> None:
     """The same for people."""
+    print_table(f"{found.file} ({found.kind})", COLUMNS, found.rows())
     print_table(
-        f"{found['file']} ({found['kind']})",
-        ["path", "format", "shape", "dtype", "bytes"],
-        [[t["path"], t["format"], shape_text(t["shape"]), t["dtype"], f"{t['nbytes']:,}"] for t in found["tensors"]],
-    )
-    print_table(
-        f"{len(found['tensors'])} tensors, {found['nbytes']:,} bytes",
+        f"{len(found.tensors)} tensors, {found.nbytes:,} bytes",
         ["format", "bytes"],
-        [[name, f"{nbytes:,}"] for name, nbytes in found["formats"].items()],
+        [[name, f"{nbytes:,}"] for name, nbytes in found.formats.items()],
     )
-    if found["metadata"]:
-        print_table("metadata", ["key", "value"], [[key, str(value)] for key, value in found["metadata"].items()])
+    if found.metadata:
+        print_table("metadata", ["key", "value"], [[key, str(value)] for key, value in found.metadata.items()])

@@ -8,11 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eformer._table import shape_text
 from eformer.ops.quantization import report as report_of
 
 from . import _files
 from ._fail import OK, Failure
-from ._text import add_json, print_json, print_table, shape_text
+from ._text import add_json, print_json, print_table
 
 # Further sections, each a module with three functions: `add_arguments(parser)`; `section(options, leaves)`, which gives
 # data for JSON, or None when it was not asked for; `show(data)`, which prints them. The name is the key in the object.

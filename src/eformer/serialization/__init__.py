@@ -23,6 +23,8 @@ from ._distributed import save_distributed as save_distributed
 from ._gguf import GgufFile as GgufFile
 from ._gguf import load_gguf as load_gguf
 from ._gguf import open_gguf as open_gguf
+from ._inspect import FileReport as FileReport
+from ._inspect import inspect as inspect
 from ._lazy import LazyCheckpoint as LazyCheckpoint
 from ._lazy import LeafInfo as LeafInfo
 from ._lazy import open_lazy as open_lazy

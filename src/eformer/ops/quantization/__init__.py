@@ -8,7 +8,6 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
-from eformer._formats.sharding import ShardingError as ShardingError
 from eformer._kernels.switch import is_kernel_available as is_kernel_available
 from eformer._kernels.switch import nf4_use_kernel as nf4_use_kernel
 from eformer._lora import LoraArray as LoraArray
@@ -28,6 +27,7 @@ from eformer._quantize.config import QuantizationConfig as QuantizationConfig
 from eformer._quantize.config import QuantizationType as QuantizationType
 from eformer._quantize.config import quantize as quantize
 from eformer._quantize.config import straight_through as straight_through
+from eformer.errors import ShardingError as ShardingError
 
 from .implicit_array_1bit import Array1B as Array1B
 from .implicit_array_1bit import straight_through_1bit as straight_through_1bit

@@ -12,6 +12,6 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
-from eformer._kernels.backends import export_checks, load_kernels
+from eformer._kernels.backends import Kernels, export_checks, kernels, load_kernels
 
-__all__ = ["export_checks", "load_kernels"]
+__all__ = ["Kernels", "export_checks", "kernels", "load_kernels"]

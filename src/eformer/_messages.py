@@ -1,0 +1,100 @@
+"""The long messages of errors and warnings, as templates for `str.format`."""
+
+from __future__ import annotations
+
+NOT_A_DATACLASS = """\
+{name} derives from ImplicitArray but is not a dataclass of its own, so its fields are unknown.
+Decorate it:
+
+    @dataclasses.dataclass
+    class {name}(ImplicitArray): ..."""
+
+NO_MATERIALIZE = """\
+{name} does not implement materialize(), the method that computes the dense array it stands for.
+Add one:
+
+    def materialize(self):
+        return ...  # a jax.Array"""
+
+BAD_CHILD = """\
+field {field!r} of {name} holds {value!r} of type {kind}, which is not an array.
+Children must be arrays (or pytrees of arrays). Static data belongs in auxiliary fields:
+
+    {field}: ... = aux_field()"""
+
+UNHASHABLE_AUX = """\
+auxiliary field {field!r} of {name} holds an unhashable {kind}: {value!r}.
+Auxiliary data becomes part of compilation keys and must be hashable; store a tuple, a string or a number."""
+
+NEEDS_SHAPE = """\
+{name}.materialize() reads self.{what}, which cannot be derived from the children without calling materialize().
+Pass {what}= when constructing it, or override compute_{what}() to derive it from the children."""
+
+BELOW_CORE = """\
+{name} was sliced below its core rank: its children have ranks {now}, and it was built with ranks {built}{core}.
+This happens when vmap, scan or indexing maps over an axis that is not a leading batch axis of every child.
+Materialize it first, or declare on the class how many trailing axes belong together:
+
+    core_ndim: ClassVar[int] = 2  # axes in front of the last two are batch axes of every child"""
+
+BELOW_DECLARED_CORE = """\
+{name} was sliced below its core rank: its children have ranks {now}, too few for the {core} trailing axes that belong
+together (core_ndim={core}).
+This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or
+materialize it first."""
+
+MAPPED_CORE = """\
+jax.vmap maps axes of the arrays that {name} stores, and with these {what} those are not the same axis of the array
+itself. Map the array, with vmap inside of implicit,
+
+    implicit(jax.vmap(f, {what}=...))(q)
+
+or move the axis to the front and map that."""
+
+UNEVEN_BATCH = """\
+the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its
+shape is ambiguous. Map over all children together, or declare `core_ndim` on the class."""
+
+DECLARED_MISMATCH = """\
+{name} was declared with {what}={declared}, but {source} gives {found}.
+Leave {what}= out (it follows the children), or correct it."""
+
+TANGENT_AS_ARRAY = """\
+the derivative rule of a function was given the tangent of {name}, a pytree, and used it as an array.
+Functions with such rules (jax.custom_jvp) take arrays apart unless they are called under `implicit`: implicit(f)(x)."""
+
+REFUSED = """\
+Refusing to materialize {array} ({dense_bytes:,} bytes dense) for {primitive} at {where}: the policy is "error".
+Register a handler for {primitive!r} on {type}, call materialize() explicitly, or relax the policy with
+materialization_policy("warn")."""
+
+WARNED = """\
+materializing {array} ({dense_bytes:,} bytes dense) for {primitive}: no handler keeps it implicit. Register one, call
+materialize() explicitly, or silence this with materialization_policy("allow") or warn_on_materialize=False."""
+
+WRONG_RESULT = """\
+handler {handler} for {primitive} returned {found}, expected {expected}.
+The operands were ({operands})."""
+
+UNKNOWN_PRIMITIVE = """\
+no JAX primitive is called {name!r}.{hint}
+Pass the primitive object itself if it is your own."""
+
+UNACCEPTED_PARAMS = """\
+handler {handler} for {primitive} does not accept the parameter{s} {params}.
+Add `**params` to its signature (and honour or forward them)."""
+
+AMBIGUOUS = """\
+{primitive}({types}) matches several handlers and none is more specific:
+{candidates}
+Register one for exactly these types, or give one of them a higher precedence=."""
+
+BROKEN_KERNELS = """\
+the native {title} kernels in {path} cannot be used: {cause}.
+Products with quantized arrays take the tiled XLA path instead, which is slower. Reinstall eformer for this machine, or
+set EFORMER_KERNELS=0 to do without native kernels; `python -m eformer doctor` says more."""
+
+MISSING_KERNELS = """\
+eformer: this installation has no native {title} kernels (there was no {compiler} when it was built, or EFORMER_NATIVE \
+was OFF), so products with quantized arrays take the tiled XLA path, which is slower. Reinstall eformer where there is \
+one, or set EFORMER_KERNELS=0 to hide this message."""
