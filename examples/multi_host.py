@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ WIDTH, LAYERS, BATCH = 128, 2, 16
 
 
 def local(folder: str) -> int:
-    """Two processes on this machine. One that fails ends the other."""
+    """Two processes on this machine, for as long as they need. One that fails ends the other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -36,7 +37,9 @@ def local(folder: str) -> int:
     command = [sys.executable, __file__, "--folder", folder, "--port", str(port), "--process"]
     running = [subprocess.Popen([*command, str(i)], env=environment) for i in range(LOCAL_PROCESSES)]
     try:
-        return max(abs(process.wait(timeout=300)) for process in running)
+        while None in (codes := [process.poll() for process in running]) and not any(codes):
+            time.sleep(0.1)
+        return max(abs(code or 0) for code in codes)
     finally:
         for process in running:
             process.kill()
@@ -48,7 +51,7 @@ def join(options: argparse.Namespace) -> bool:
 
     if options.process is not None:
         address = f"127.0.0.1:{options.port}"
-        jax.distributed.initialize(address, LOCAL_PROCESSES, options.process, initialization_timeout=60)
+        jax.distributed.initialize(address, LOCAL_PROCESSES, options.process, initialization_timeout=3600)
         return True
     try:
         jax.distributed.initialize()

@@ -40,7 +40,7 @@ def test_a_block_is_local_to_its_thread(q):
     inside, done = threading.Event(), threading.Event()
 
     def other():
-        inside.wait(10)
+        inside.wait(600)
         seen.append(dispatching(q))
         done.set()
 
@@ -48,7 +48,7 @@ def test_a_block_is_local_to_its_thread(q):
     thread.start()
     with implicit:
         inside.set()
-        assert done.wait(30)
+        assert done.wait(600)
         assert dispatching(q)
     thread.join()
     assert seen == [False]
@@ -60,7 +60,7 @@ def test_many_threads(q):
     compiled = jax.jit(lambda x, w: x @ w)
 
     def work(i):
-        barrier.wait(30)
+        barrier.wait(600)
         for _ in range(4):
             with implicit:
                 a = jnp.dot(xs[i], q)

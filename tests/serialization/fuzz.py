@@ -198,7 +198,7 @@ def fuzz(folder: Path, count: int, seed: int = 0) -> Counter[str]:
         rng = random.Random(seed)
         for _ in range(count):
             (folder / name).write_bytes(damage(data, rng))
-            begun = time.perf_counter()
+            begun = time.process_time()
             try:
                 read(folder / name)
                 outcomes[f"{read.__name__}: read"] += 1
@@ -207,7 +207,7 @@ def fuzz(folder: Path, count: int, seed: int = 0) -> Counter[str]:
                 outcomes[f"{read.__name__}: refused"] += 1
                 if len(said) > 2000 or str(folder) not in said:
                     raise AssertionError(f"too long, or no file in it: {said[:2000]}") from err
-            assert time.perf_counter() - begun < 5, "took too long"
+            assert time.process_time() - begun < 5, "took too long"
         (folder / name).unlink()
     return outcomes
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from eformer.serialization import load, open_lazy, save
 
 from . import model
-from .launch import launch
+from .launch import exit_codes, launch
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
@@ -39,7 +42,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
 
 
 def test_a_process_that_died(tmp_path: Path) -> None:
-    survivor, dead = launch("killed", tmp_path, seconds=150)  # a hang would last longer
+    survivor, dead = launch("killed", tmp_path)
     assert "exit code 3" in dead
     assert "refused: process 1 of 2 did not come to 'save killed.safetensors' within 3 seconds" in survivor, survivor
     assert "another task died" in survivor
@@ -47,7 +50,19 @@ def test_a_process_that_died(tmp_path: Path) -> None:
 
 
 def test_a_process_that_never_came(tmp_path: Path) -> None:
-    (output,) = launch("missing", tmp_path, started=1, seconds=150)
+    (output,) = launch("missing", tmp_path, started=1)
     assert "finished" not in output
     assert "exit code 0" not in output
     assert "DEADLINE_EXCEEDED" in output or "timed out" in output.lower(), output
+
+
+def test_a_process_that_hangs_is_told_from_a_slow_one() -> None:
+    idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with pytest.raises(TimeoutError, match="idle for 1 seconds"):
+            exit_codes([idle], quiet=1)
+    finally:
+        idle.kill()
+        idle.wait()
+    busy = "import time; end = time.process_time() + 3\nwhile time.process_time() < end: pass"
+    assert exit_codes([subprocess.Popen([sys.executable, "-c", busy])], quiet=2.5) == [0]
