@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from eformer import _jax as compat
-from eformer import _messages, errors
+from eformer import _jax, _messages, errors
 
 from . import aval as _aval
 from . import fallback as _fallback
@@ -68,9 +67,9 @@ class _JaxArrayProtocol:
     """
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None or compat.read_by_array_operator():
+        if instance is None or _jax.read_by_array_operator():
             return None
-        if compat.read_by_array_constructor() and compat.is_eval_trace(compat.current_trace()):
+        if _jax.read_by_array_constructor() and _jax.is_eval_trace(_jax.current_trace()):
             return functools.partial(_fallback.materialize_on_request, instance)
         return functools.partial(box, instance)
 
@@ -144,7 +143,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
             setattr(cls, "materialize", _fallback.instrumented(cls.__dict__["materialize"]))  # noqa: B010
         fast = _flatten if cls.tree_flatten_with_keys is ImplicitArray.tree_flatten_with_keys else None
         jtu.register_pytree_with_keys(cls, lambda q: q.tree_flatten_with_keys(), cls.tree_unflatten, fast)
-        compat.register_value_type(cls, _aval.aval_of, box)
+        _jax.register_value_type(cls, _aval.aval_of, box)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is ImplicitArray or cls.materialize is ImplicitArray.materialize:
@@ -235,7 +234,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         state.update(zip(fields.children, children, strict=True))
         aux, state["_shape"], state["_dtype"], state["_ranks"], note = aux_data
         state.update(zip(fields.aux, aux, strict=True))
-        if note is not None and not any(isinstance(state[name], compat.Tracer) for name in fields.children):
+        if note is not None and not any(isinstance(state[name], _jax.Tracer) for name in fields.children):
             note = Note(picked=True) if note.picked else None  # the program of its factor has been run
             aux_data = (*aux_data[:4], note)
         state["_note"], state["_aux"] = note, aux_data

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
-from eformer import _messages, errors
+from eformer import _jax, _messages, errors
 from eformer import _settings as settings
 from eformer._record import record, recording
 
@@ -84,8 +83,8 @@ def _notice(q: Any) -> None:
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
         return
-    replayed = compat.replayed_location()
-    where = replayed or compat.calling_location()
+    replayed = _jax.replayed_location()
+    where = replayed or _jax.calling_location()
     facts = {
         "array": repr(q),
         "type": type(q).__name__,
@@ -116,7 +115,7 @@ def collecting_notices(notices: list[Any]) -> Iterator[None]:
 def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
     """Warn the code that is running about what was noticed, for these types, when the function it calls was traced."""
     if policy_in_force() == "warn":
-        where = compat.replayed_location() or compat.calling_location()
+        where = _jax.replayed_location() or _jax.calling_location()
         for kind, primitive, message in tuple(notices):
             if kind in types:
                 _warn_once(kind, primitive, message, where)
@@ -239,7 +238,7 @@ def _after_failure(q: Any, err: BaseException, on_failure: str) -> Any:
 
 def default_handler(primitive: Any, *args: Any, **params: Any) -> Any:
     """Bind a primitive as JAX would."""
-    return primitive.bind(*args, **compat.bind_params(primitive, params))
+    return primitive.bind(*args, **_jax.bind_params(primitive, params))
 
 
 def materialize_handler(primitive: Any, *vals: Any, params: dict[str, Any]) -> Any:

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
+from eformer import _jax
 
 from .trace import ImplicitTrace, is_implicit, open_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Shared by all blocks: a value made in one is understood in another.
-_BLOCK_TAG = compat.TraceTag()
+_BLOCK_TAG = _jax.TraceTag()
 
 
 class Implicit:
@@ -40,8 +40,8 @@ class Implicit:
         @functools.wraps(fn)
         def with_dispatch(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jtu.tree_flatten((args, kwargs), is_leaf=_is_whole)
-            trace = ImplicitTrace(compat.current_trace(), compat.TraceTag())
-            with compat.set_current_trace(trace):
+            trace = ImplicitTrace(_jax.current_trace(), _jax.TraceTag())
+            with _jax.set_current_trace(trace):
                 args, kwargs = jtu.tree_unflatten(treedef, [trace.wrap(leaf) for leaf in leaves])
                 out = fn(*args, **kwargs)
             trace.closed = True
@@ -50,9 +50,9 @@ class Implicit:
         return with_dispatch  # pyright: ignore[reportReturnType]
 
     def __enter__(self) -> Implicit:
-        trace = ImplicitTrace(compat.current_trace(), _BLOCK_TAG, is_block=True)
+        trace = ImplicitTrace(_jax.current_trace(), _BLOCK_TAG, is_block=True)
         open_blocks.set((*open_blocks.get(), trace))
-        compat.install_trace(trace)
+        _jax.install_trace(trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -61,10 +61,10 @@ class Implicit:
         *others, trace = open_blocks.get()
         open_blocks.set(tuple(others))
         trace.closed = True
-        current = compat.current_trace()
+        current = _jax.current_trace()
         while isinstance(current, ImplicitTrace) and current.closed:
             current = current.parent_trace
-        compat.install_trace(current)
+        _jax.install_trace(current)
 
     def __repr__(self) -> str:
         return "implicit"
@@ -95,16 +95,16 @@ def _steps(trace: ImplicitTrace, inner: Any) -> Generator[Any, Any, Any]:
     """Drive a generator or coroutine, every step of it under `trace`."""
     resume, value = inner.send, None
     while True:
-        trace.parent_trace = compat.current_trace()
+        trace.parent_trace = _jax.current_trace()
         try:
-            with compat.set_current_trace(trace):
+            with _jax.set_current_trace(trace):
                 yielded = resume(value)
         except StopIteration as stop:
             return _unwrapped(trace, stop.value)
         try:
             value, resume = (yield _unwrapped(trace, yielded)), inner.send
         except GeneratorExit:
-            with compat.set_current_trace(trace):
+            with _jax.set_current_trace(trace):
                 inner.close()
             raise
         except BaseException as err:  # noqa: BLE001 - whatever was thrown in is for the inner generator
@@ -120,7 +120,7 @@ class _Awaitable:
 
 
 def _step_trace() -> ImplicitTrace:
-    return ImplicitTrace(compat.current_trace(), compat.TraceTag())
+    return ImplicitTrace(_jax.current_trace(), _jax.TraceTag())
 
 
 def _generator(fn: Any) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
-from eformer import _messages, errors
+from eformer import _jax, _messages, errors
 
 from .fields import layout
 from .operators import ArrayOperators
@@ -19,15 +18,15 @@ from .operators import ArrayOperators
 
 def check(q: Any) -> None:
     """Called with every array that was put together again; looks only where it is vmap that does that."""
-    what = compat.vmap_in_charge()
+    what = _jax.vmap_in_charge()
     if what is None or q.core_ndim is None:
         return
     children = [q.__dict__[name] for name in layout(type(q)).children]
     leaves = [x for x in jtu.tree_leaves(children, is_leaf=_is_implicit) if not _is_implicit(x)]
     if what == "in_axes":
-        axes = {axis for leaf in leaves if (axis := compat.vmapped_axis(leaf)) is not None}
+        axes = {axis for leaf in leaves if (axis := _jax.vmapped_axis(leaf)) is not None}
     else:
-        out = compat.vmap_out_axes()
+        out = _jax.vmap_out_axes()
         axes = set() if out is None else {out % leaf.ndim for leaf in leaves}
     if not axes:
         return

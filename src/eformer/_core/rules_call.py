@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
+from eformer import _jax
 
 from .fallback import collecting_notices, dense_for, materialize, repeat_notices
 from .fields import note_of, was_picked
@@ -28,8 +28,8 @@ _jit_lock = threading.Lock()
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     # A function traced for an array without the note would be found again, and the note lost.
-    inlined = compat.inlined_early(params["inline"]) or any(is_implicit(v) and note_of(v) is not None for v in values)
-    if inlined and not compat.is_eval_trace(compat.current_trace()):
+    inlined = _jax.inlined_early(params["inline"]) or any(is_implicit(v) and note_of(v) is not None for v in values)
+    if inlined and not _jax.is_eval_trace(_jax.current_trace()):
         return call_jaxpr(params["jaxpr"], values)
     values, in_shardings = _placed_arguments(primitive, values, params)
     picked = tuple(is_implicit(v) and was_picked(v) for v in values)
@@ -97,7 +97,7 @@ def _jit_options(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> dict[
     options: dict[str, Any] = {
         "donate_argnums": tuple(i for i, donated in enumerate(params["donated_invars"]) if donated),
         "keep_unused": params["keep_unused"],
-        "inline": compat.inlined_early(params["inline"]),
+        "inline": _jax.inlined_early(params["inline"]),
     }
     if any(isinstance(s, jax.sharding.Sharding) for s in params["out_shardings"]):
         options["out_shardings"] = [
@@ -137,11 +137,11 @@ def _inlined(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[
 def _hi_primitive(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """Higher-level primitives: jax.numpy's own are expanded; one with a user's derivative rule is never taken apart."""
     hi = params["_prim"]
-    remat = compat.remat_hi_primitive(hi)
+    remat = _jax.remat_hi_primitive(hi)
     if remat is not None:
         jaxpr, prevent_cse, policy = remat
         return _checkpointed(jaxpr, prevent_cse, policy, values)
-    if compat.is_jnp_hi_primitive(hi):
+    if _jax.is_jnp_hi_primitive(hi):
         return run(lambda *a: primitive.to_lojax(*a, **params), values)
     return primitive.bind(*(dense_for(primitive, v) for v in values), **params)
 

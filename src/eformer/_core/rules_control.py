@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
+from eformer import _jax
 from eformer import errors as errors
 
 from . import aval as _aval
@@ -45,7 +45,7 @@ def _like(primitive: Any, out: Sequence[Any], carry: Sequence[Any]) -> list[Any]
 @rule("scan")
 def _scan(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     jaxpr, length = params["jaxpr"], params["length"]
-    n_consts, n_carry = compat.scan_counts(params)
+    n_consts, n_carry = _jax.scan_counts(params)
     consts, carry, xs = values[:n_consts], values[n_consts : n_consts + n_carry], values[n_consts + n_carry :]
     xs = [x if not is_implicit(x) or can_slice(x) else dense_for(primitive, x) for x in xs]
 

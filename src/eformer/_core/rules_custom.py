@@ -6,6 +6,7 @@ run under a trace with the tag of the surrounding one: values they closed over a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
+from eformer import _jax
 
 from .box import jvp_of_moving
 from .fallback import dense_for, materialize
@@ -22,7 +23,7 @@ from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
 
 
 def _traced(trace: ImplicitTrace, function: Any) -> Callable[..., list[Any]]:
-    return lambda *values: run(lambda *args: list(function.call_wrapped(*args)), values, trace.tag)
+    return lambda *values: run(functools.partial(_jax.called, function), values, trace.tag)
 
 
 def _dense_results(primitive: Any, f: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -37,8 +38,8 @@ def _handled(trace: ImplicitTrace, primitive: Any, values: list[Any], params: di
         run_it = _traced(trace, function)
         return lambda *args: called.append(name) or run_it(*args)
 
-    functions = {k: callable_one(k, v) for k, v in params.items() if hasattr(v, "call_wrapped")}
-    with compat.set_current_trace(trace.parent_trace):
+    functions = {k: callable_one(k, v) for k, v in params.items() if _jax.is_function(v)}
+    with _jax.set_current_trace(trace.parent_trace):
         out = call_handlers(primitive, values, {**params, **functions}, check=False)
         if out is NotImplemented:
             return out
@@ -56,9 +57,8 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     call = _dense_results(primitive, _traced(trace, fun))
     differentiate = _dense_results(primitive, _traced(trace, jvp))
     if not any(map(is_implicit, values)):
-        subfuns = compat.wrap_function(call, fun), compat.wrap_function(differentiate, jvp)
-        bound = {"subfuns": subfuns, "symbolic_zeros": symbolic_zeros}
-        return compat.bind_at(primitive, trace.parent_trace, values, bound)
+        functions = {"fun": call, "jvp": differentiate}
+        return _jax.bind_functions(primitive, trace.parent_trace, values, params, functions)
     handled = _handled(trace, primitive, values, params)
     if handled is not NotImplemented:
         return handled
@@ -67,13 +67,13 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
 
     def jvp_rule(primals: Any, tangents: Any) -> Any:
         pairs = [_dense_pair(primitive, p, t) for p, t in zip(primals, tangents, strict=True)]
-        moves = [t if symbolic_zeros else _instantiated(t) for _, t in pairs]
+        moves = [t if symbolic_zeros else _jax.instantiated(t) for _, t in pairs]
         out = differentiate(*[p for p, _ in pairs], *moves)
         return out[: len(out) // 2], out[len(out) // 2 :]
 
     # Zeros stay symbolic up to here, so that operands nobody differentiates are not.
     f.defjvp(jvp_rule, symbolic_zeros=True)
-    with compat.set_current_trace(trace.parent_trace):
+    with _jax.set_current_trace(trace.parent_trace):
         return f(*values)
 
 
@@ -83,8 +83,8 @@ def _dense_pair(primitive: Any, primal: Any, tangent: Any) -> tuple[Any, Any]:
         return primal, tangent
     leaves, treedef = jtu.tree_flatten(primal)
     tangents = treedef.flatten_up_to(tangent)
-    if all(map(compat.is_symbolic_zero, tangents)):
-        return dense_for(primitive, primal), compat.symbolic_zero(primal.aval)
+    if all(map(_jax.is_symbolic_zero, tangents)):
+        return dense_for(primitive, primal), _jax.symbolic_zero(primal.aval)
     return jvp_of_moving(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), leaves, tangents)
 
 
@@ -96,11 +96,8 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     fun, fwd, bwd, symbolic_zeros = params["fun"], params["fwd"], params["bwd"], params["symbolic_zeros"]
     call = _dense_results(primitive, _traced(trace, fun))
     if not any(map(is_implicit, values)):
-        forward = compat.wrap_function(_dense_results(primitive, _traced(trace, fwd)), fwd)
-        bound = {**params, "subfuns": (compat.wrap_function(call, fun), forward, bwd)}
-        for name in ("fun", "fwd", "bwd"):
-            del bound[name]
-        return compat.bind_at(primitive, trace.parent_trace, values, bound)
+        functions = {"fun": call, "fwd": _dense_results(primitive, _traced(trace, fwd)), "bwd": bwd}
+        return _jax.bind_functions(primitive, trace.parent_trace, values, params, functions)
     handled = _handled(trace, primitive, values, params)
     if handled is not NotImplemented:
         return handled
@@ -111,25 +108,21 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
         vals, moving = _split_perturbed(args)
         perturbed = moving if symbolic_zeros else [True] * len(vals)
         flat = _traced(trace, fwd)(*[x for pair in zip(vals, perturbed, strict=True) for x in pair])
-        _, residual_tree, forwarded = params["out_trees"]()
-        n_residuals = residual_tree.num_leaves - sum(i is not None for i in forwarded)
-        pruned = iter(flat[:n_residuals])
-        residuals = [next(pruned) if i is None else vals[i] for i in forwarded]
+        residuals, out = _jax.split_forward(flat, vals, params)
         wanted = [
             _split_leaves(a) if is_implicit(v) and m else None for a, v, m in zip(args, vals, moving, strict=True)
         ]
-        return [dense_for(primitive, o) for o in flat[n_residuals:]], (residuals, wanted)
+        return [dense_for(primitive, o) for o in out], (residuals, wanted)
 
     def backward_rule(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         residuals, wanted = saved
-        cotangents = cotangents if symbolic_zeros else list(map(_instantiated, cotangents))
-        backward = lambda *args: compat.cotangents_only(bwd.call_wrapped(*args))  # noqa: E731
-        out = run(backward, [*residuals, *cotangents], trace.tag)
+        cotangents = cotangents if symbolic_zeros else list(map(_jax.instantiated, cotangents))
+        out = run(functools.partial(_jax.called_backward, bwd), [*residuals, *cotangents], trace.tag)
         return tuple(_pull_back(v, leaves, ct) for v, leaves, ct in zip(values, wanted, out, strict=True))
 
     # Symbolic zeros tell which operands are differentiated: only those are pulled back to their children.
     f.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
-    with compat.set_current_trace(trace.parent_trace):
+    with _jax.set_current_trace(trace.parent_trace):
         return f(*values)
 
 
@@ -150,20 +143,15 @@ def _split_leaves(arg: Any) -> tuple[list[Any], list[Any]]:
     return [p.value if p.perturbed else None for p in pairs], [None if p.perturbed else p.value for p in pairs]
 
 
-def _instantiated(tangent: Any) -> Any:
-    """Zeros in full, for rules that did not ask to see symbolic ones."""
-    return compat.ad.instantiate_zeros(compat.ad.Zero(tangent.aval)) if compat.is_symbolic_zero(tangent) else tangent
-
-
 def _pull_back(value: Any, leaves: Any, cotangent: Any) -> Any:
     """The cotangent of an operand: for an implicit one, pulled back through `materialize` to the children that move."""
     if not is_implicit(value):
-        return None if compat.is_symbolic_zero(cotangent) else cotangent
+        return None if _jax.is_symbolic_zero(cotangent) else cotangent
     if leaves is None:
         return None
     moving, fixed = leaves
     treedef = jtu.tree_structure(value)
-    if cotangent is None or compat.is_symbolic_zero(cotangent):
+    if cotangent is None or _jax.is_symbolic_zero(cotangent):
         cotangent = jnp.zeros(value.shape, value.dtype)
 
     def dense(*operands: Any) -> Any:
@@ -190,26 +178,23 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
     for value, spec in zip(values, params["in_specs"], strict=True):
         per_leaf = child_specs(value, spec) if is_implicit(value) else [spec]
         if per_leaf is None:
-            with compat.set_current_trace(trace.parent_trace):
+            with _jax.set_current_trace(trace.parent_trace):
                 value, per_leaf = dense_for(primitive, value), [spec]
         args.append(value)
         specs.extend(per_leaf)
     leaves, treedef = jtu.tree_flatten(args)
 
     def body(*leaves: Any) -> Any:
-        inner = ImplicitTrace(compat.current_trace(), trace.tag)
-        with compat.set_current_trace(inner):
-            out, aux = fun(*map(inner.wrap, jtu.tree_unflatten(treedef, leaves))).unpack_aux()
-        return out.map(lambda t: dense_for(primitive, inner.unwrap(t))).with_aux(aux)
+        inner = ImplicitTrace(_jax.current_trace(), trace.tag)
+        with _jax.set_current_trace(inner):
+            out = fun(*map(inner.wrap, jtu.tree_unflatten(treedef, leaves)))
+        return _jax.map_results(lambda t: dense_for(primitive, inner.unwrap(t)), out)
 
-    bound = {**params, "subfuns": (body,), "in_specs": tuple(specs)}
-    del bound["fun"]
-    bound["debug_info"] = compat.without_argument_names(bound["debug_info"])
-    return compat.bind_at(primitive, trace.parent_trace, leaves, bound)
+    return _jax.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
 
 
 def _handled_shard_map(trace: ImplicitTrace, primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
-    with compat.set_current_trace(trace.parent_trace):
+    with _jax.set_current_trace(trace.parent_trace):
         return call_handlers(primitive, values, params, check=False)
 
 

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax as compat
-from eformer import _messages, errors
+from eformer import _jax, _messages, errors
 
 from . import fallback as _fallback
 from . import operators as _operators
@@ -51,7 +50,7 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-class ImplicitTracer(compat.Tracer):
+class ImplicitTracer(_jax.Tracer):
     """An implicit array while a function runs under `implicit`."""
 
     __slots__ = ["value"]
@@ -73,11 +72,11 @@ class ImplicitTracer(compat.Tracer):
 
         JAX mostly asks only whether there is such a value, so it is the array itself: nothing is computed yet.
         """
-        hidden = any(isinstance(leaf, compat.Tracer) for leaf in jtu.tree_leaves(self.value))
+        hidden = any(isinstance(leaf, _jax.Tracer) for leaf in jtu.tree_leaves(self.value))
         return None if hidden else self.value
 
     def materialize(self) -> Any:
-        with compat.set_current_trace(self._trace.parent_trace):
+        with _jax.set_current_trace(self._trace.parent_trace):
             return _fallback.materialize_on_request(self.value)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,24 +97,14 @@ class ImplicitTracer(compat.Tracer):
         return self.value.nbytes
 
 
-class ImplicitTrace(compat.Trace):
+class ImplicitTrace(_jax.LayeredTrace):
     """Intercepts primitives on ImplicitTracers of its own tag; everything else goes to `parent_trace`."""
 
-    __slots__ = ("_own_ref", "closed", "is_block", "parent_trace", "tag")
+    __slots__ = ("closed", "is_block")
 
     def __init__(self, parent_trace: Any, tag: Any, is_block: bool = False):
-        super().__init__()
-        self.parent_trace, self.tag, self.closed, self.is_block = parent_trace, tag, False, is_block
-        self.requires_low = False
-
-    @property
-    def _weakref(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What JAX keys its caches with; to libraries that ask which trace they are in, the one around us."""
-        return self.parent_trace._weakref if compat.read_as_opaque_state() else self._own_ref
-
-    @_weakref.setter
-    def _weakref(self, ref: Any) -> None:
-        self._own_ref = ref
+        super().__init__(parent_trace, tag)
+        self.closed, self.is_block = False, is_block
 
     def is_open(self) -> bool:
         """A `with` block is open for the asyncio task that entered it, although its trace is current on the thread."""
@@ -127,15 +116,9 @@ class ImplicitTrace(compat.Trace):
     def wrap(self, x: Any) -> Any:
         return ImplicitTracer(self, x) if isinstance(x, ImplicitArray) else x
 
-    def stage_value(self, val: Any) -> Any:
-        return val if isinstance(val, ImplicitTracer) else self.parent_trace.stage_value(val)
-
-    def cur_qdd(self, x: Any) -> Any:
-        return self.parent_trace.cur_qdd(x)
-
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if self.is_block and not self.is_open():
-            return compat.bind_at(primitive, self.parent_trace, tracers, params)
+            return _jax.bind_at(primitive, self.parent_trace, tracers, params)
         tag, found, values = self.tag, False, []
         for t in tracers:
             if type(t) is ImplicitTracer and t._trace.tag is tag:
@@ -146,43 +129,30 @@ class ImplicitTrace(compat.Trace):
         if primitive is box_p:
             return ImplicitTracer(self, unbox(values, params["treedef"]))
         if not found and not _may_hide_box(primitive, params):
-            return compat.bind_at(primitive, self.parent_trace, values, params)
-        with compat.set_current_trace(self.parent_trace):
+            return _jax.bind_at(primitive, self.parent_trace, values, params)
+        with _jax.set_current_trace(self.parent_trace):
             out = dispatch(primitive, values, params)
         return [self.wrap(v) for v in out] if primitive.multiple_results else self.wrap(out)
 
-    def process_call(self, primitive: Any, f: Any, tracers: Any, params: Any, /) -> Any:  # JAX 0.10 only
-        with compat.set_current_trace(self):
-            return f.call_wrapped(*tracers)
-
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return CALL_RULES["custom_jvp_call"](self, primitive, tracers, {"fun": fun, "jvp": jvp, **params})
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
-    ) -> Any:
-        params = {"fun": fun, "fwd": fwd, "bwd": bwd, **params}
-        return CALL_RULES["custom_vjp_call"](self, primitive, tracers, params)
-
-    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return CALL_RULES["shard_map"](self, primitive, tracers, {"fun": fun, **params})
+    def call_functions(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
+        return CALL_RULES[primitive.name](self, primitive, tracers, params)
 
 
-compat.register_tracer_type(ImplicitTracer)
+_jax.register_tracer_type(ImplicitTracer)
 
 
 def run(f: Callable[..., Sequence[Any]], values: Sequence[Any], tag: Any = None) -> list[Any]:
     """Call `f` on values under a new trace above the current one. `tag` lets closed-over tracers of a trace be seen."""
-    trace = ImplicitTrace(compat.current_trace(), tag or compat.TraceTag())
-    with compat.set_current_trace(trace):
+    trace = ImplicitTrace(_jax.current_trace(), tag or _jax.TraceTag())
+    with _jax.set_current_trace(trace):
         out = f(*[trace.wrap(v) for v in values])
     return [trace.unwrap(v) for v in out]
 
 
 def apply(f: Callable[..., Any], *args: Any) -> Any:
     """`f(*args)` with dispatch, for functions whose arguments are values and whose result is one array or a few."""
-    trace = ImplicitTrace(compat.current_trace(), compat.TraceTag())
-    with compat.set_current_trace(trace):
+    trace = ImplicitTrace(_jax.current_trace(), _jax.TraceTag())
+    with _jax.set_current_trace(trace):
         out = f(*[trace.wrap(a) for a in args])
     if isinstance(out, (tuple, list)):
         return jtu.tree_map(trace.unwrap, out)
@@ -194,8 +164,8 @@ _operators.apply = apply
 
 def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Replay a jaxpr with dispatch."""
-    with compat.replaying():
-        return run(compat.jaxpr_function(jaxpr), values)
+    with _jax.replaying():
+        return run(_jax.jaxpr_function(jaxpr), values)
 
 
 # -- dispatch --------------------------------------------------------------------------------------------------------
@@ -234,7 +204,7 @@ def _ask(primitive: Any, name: str, types: Any, values: list[Any], params: dict[
     while (handler := registry.lookup(name, types, skip)) is not None:
         operands = [_as_operand(v) for v in values]
         # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
-        expected = compat.result_avals(primitive, operands, params) if check else None
+        expected = _jax.result_avals(primitive, operands, params) if check else None
         with _fallback.handling(primitive):
             out = handler(primitive, operands, params)
         if out is not NotImplemented:
@@ -304,7 +274,7 @@ def _may_hide_box(primitive: Any, params: dict[str, Any]) -> bool:
 
 def contains_box(params: dict[str, Any]) -> bool:
     """Does a jaxpr in these parameters hold an implicit array? Remembered per jaxpr."""
-    return any(_jaxpr_has_box(compat.open_jaxpr(jaxpr)) for jaxpr in compat.jaxprs_in(params))
+    return any(_jaxpr_has_box(_jax.open_jaxpr(jaxpr)) for jaxpr in _jax.jaxprs_in(params))
 
 
 def _jaxpr_has_box(jaxpr: Any) -> bool:

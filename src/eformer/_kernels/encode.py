@@ -14,9 +14,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from eformer import _jax
+from eformer._jax.avals import result_type
 
 from . import cpu, lowering, select
-from .avals import result_type
 from .platforms import default_platform
 from .select import Candidate, anything
 

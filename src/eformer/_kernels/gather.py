@@ -13,10 +13,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
+from eformer._jax.avals import agree, result_type
 from eformer.errors import QuantizedGradientError
 
 from . import cpu, cuda, explicit, lowering, select, tpu
-from .avals import agree, result_type
 from .partition_groups import split_lookup
 from .platforms import default_platform
 from .problem import check_names, check_storage, core_ndim

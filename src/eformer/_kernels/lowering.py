@@ -7,22 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
 
-from eformer import _jax
+from eformer._jax import define_platform_lowering
 
 from . import switch
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 Params = tuple[tuple[str, Any], ...]
-
-
-def splits_over_devices(ctx: Any) -> bool:
-    """Is this part of a program XLA will partition? Inside shard_map, or when exporting, it is not (or must not be)."""
-    context = ctx.module_context
-    if context.lowering_parameters.for_export or hasattr(context.axis_context, "manual_axes"):
-        return False
-    return context.axis_context.num_devices > 1 and context.axis_context.device_assignment is not None
 
 
 def register(primitive: Any, build: Callable[..., Callable[..., Any]]) -> None:
@@ -47,12 +38,9 @@ def register(primitive: Any, build: Callable[..., Callable[..., Any]]) -> None:
         with jax.disable_jit(False):  # where it is on, the jitted function would ask for its own evaluation
             return jitted(switch.state(), tuple(params.items()))(*operands)
 
-    def lower(ctx: Any, *operands: Any, platform: str, **params: Any) -> Any:
-        split = splits_over_devices(ctx)
-        run = built(switch.state(), platform, split, tuple(params.items()))
-        return mlir.lower_fun(run, multiple_results=primitive.multiple_results)(ctx, *operands)
+    def choose(split: bool, *, platform: str, **params: Any) -> Any:
+        return built(switch.state(), platform, split, tuple(params.items()))
 
     primitive.def_impl(evaluate)
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
-    _jax.lower_with_devices(primitive)
+        define_platform_lowering(primitive, platform, functools.partial(choose, platform=platform))

@@ -17,8 +17,9 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from eformer._jax.avals import agree, result_type, vary, varying_axes
+
 from . import cpu, cuda, explicit, lowering, select, tpu
-from .avals import agree, result_type, vary, varying_axes
 from .partition_groups import split_ragged
 from .platforms import default_platform
 from .problem import Options, Problem, Spec, as_operands, check_x, problem_of, spec_of

@@ -19,10 +19,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from eformer._jax.avals import agree, result_type
 from eformer.errors import QuantizedGradientError
 
 from . import explicit, lowering, select
-from .avals import agree, result_type
 from .partition_matmul import partitioned
 from .platforms import default_platform
 from .problem import Options, Spec, as_operands, check_x, out_shape, problem_of, spec_of

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..avals import result_type
+from eformer._jax.avals import result_type
+
 from ..problem import FORMATS, FORMS, Problem, Spec, out_shape
 from ._library import GATHER, NF4_ENCODE, QMATMUL, RAGGED, loaded
 from .tuning import ENCODE_COST, threads_for

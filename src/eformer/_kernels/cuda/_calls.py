@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..avals import result_type
+from eformer._jax.avals import result_type
+
 from ..problem import FORMATS, Problem, Spec, out_shape
 from . import _wide
 from ._library import DEQUANT, GATHER, QMATMUL, RAGGED, WIDE

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..avals import result_type
+from eformer._jax.avals import result_type
+
 from ._decode import byte_planes, nf4_planes
 from ._pallas import can_permute, compiler_params, grid_spec, pl, words
 from ._products import stored

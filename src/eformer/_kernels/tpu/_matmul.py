@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..avals import result_type
+from eformer._jax.avals import result_type
+
 from ._decode import byte_planes, nf4_planes
 from ._pallas import compiler_params, grid_spec, pl, scratch, words
 from .tuning import Geometry

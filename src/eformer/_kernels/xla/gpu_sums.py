@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..avals import zeros_like_in
+from eformer._jax.avals import zeros_like_in
+
 from ..problem import PER_CODE
 from ..reference import NF4_CODEBOOK
 from .panel import split_columns, weave_columns

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..avals import zeros_like_in
+from eformer._jax.avals import zeros_like_in
+
 from .panel import Planes, dot_panel, flat, for_panels, positions, split_columns, take_rows, weave_columns
 
 # Positions summed side by side in the dot form, and the products one loop adds up for each: with fewer the result of a

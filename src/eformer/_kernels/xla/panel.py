@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..avals import zeros_like_in
+from eformer._jax.avals import zeros_like_in
 
 # (codes of a panel, scale of a panel or None) -> planes, each of the shape of the codes
 Planes = Callable[[jax.Array, Any], list[jax.Array]]

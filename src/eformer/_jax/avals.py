@@ -1,0 +1,132 @@
+"""Abstract values: shape and dtype, the mesh axes of an enclosing shard_map they vary over, explicit shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax.sharding import PartitionSpec
+
+from .traces import Tracer, is_staging
+
+ShapedArray = _core.ShapedArray
+
+# -- what a primitive gives --------------------------------------------------------------------------------------------
+
+_result_avals: dict[Any, list[Any] | None] = {}
+_RESULT_AVALS_LIMIT = 8192
+
+
+def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any] | None:
+    """Shapes and dtypes the primitive's own rule promises, or None where it has no such rule. Remembered."""
+    if primitive.multiple_results:  # these often carry jaxprs, which a memo would keep alive
+        return _evaluated(primitive, args, params)
+    key = (
+        primitive,
+        tuple([(a.shape, a.dtype) for a in args]),
+        tuple(params.items()),
+        _config.enable_x64.value,
+    )
+    try:
+        return _result_avals[key]
+    except TypeError:  # an unhashable parameter
+        return _evaluated(primitive, args, params)
+    except KeyError:
+        if len(_result_avals) >= _RESULT_AVALS_LIMIT:
+            _result_avals.clear()
+        found = _result_avals[key] = _evaluated(primitive, args, params)
+        return found
+
+
+def _evaluated(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any] | None:
+    abstract_eval = getattr(primitive, "abstract_eval", None)
+    if abstract_eval is None:
+        return None
+    out = abstract_eval(*map(jax.typeof, args), **params)[0]
+    return list(out) if primitive.multiple_results else [out]
+
+
+# -- varying axes ------------------------------------------------------------------------------------------------------
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Mesh axes of the enclosing shard_map this value differs over; empty outside one."""
+    return varying_axes_of_type(jax.typeof(value))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    mat = getattr(aval, "mat", None)
+    return frozenset() if mat is None else frozenset(mat.varying)
+
+
+def vary(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Mark `value` as differing over `axes`; its gradient is then summed over them."""
+    missing = tuple(sorted(axes - varying_axes(value)))
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def agree(*values: jax.Array) -> list[jax.Array]:
+    """Make all operands vary over the same axes, as JAX does for its own operations."""
+    axes = frozenset[str]().union(*map(varying_axes, values))
+    return [vary(value, axes) for value in values]
+
+
+def zeros_like_in(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that vary over the axes `like` varies over, so they can start a loop that adds to them."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def result_type(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """The type of a result computed from `like` (a value or a type): it varies over the axes `like` varies over."""
+    aval = like if isinstance(like, ShapedArray) else jax.typeof(like)
+    axes = varying_axes_of_type(aval)
+    return _varying(shape, dtype, aval, axes) if axes else ShapedArray(shape, dtype)
+
+
+def derived_aval(shape: tuple[int, ...], dtype: Any, leaves: Sequence[Any]) -> Any:
+    """Aval of an array computed from `leaves`: it varies over the axes its parts vary over."""
+    varying = [leaf.aval for leaf in leaves if isinstance(leaf, Tracer) and varying_axes_of_type(leaf.aval)]
+    if not varying:
+        return ShapedArray(shape, dtype)
+    return _varying(shape, dtype, varying[0], frozenset[str]().union(*map(varying_axes_of_type, varying)))
+
+
+def _varying(shape: tuple[int, ...], dtype: Any, like: Any, axes: frozenset[str]) -> Any:
+    sharding = like.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    mat = like.mat.update(varying=axes)
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding, manual_axis_type=mat)
+
+
+# -- shardings ---------------------------------------------------------------------------------------------------------
+
+
+def explicit_sharding_of(leaf: Any) -> Any:
+    """The sharding that is part of a leaf's type (explicit meshes), or None."""
+    try:
+        sharding = jax.typeof(leaf).sharding
+    except (TypeError, AttributeError):
+        return None
+    mesh = sharding.mesh
+    return sharding if not mesh.empty and mesh._any_axis_explicit else None
+
+
+def with_sharding_type(aval: Any, sharding: Any) -> Any:
+    return aval.update(sharding=sharding)
+
+
+def active_mesh() -> Any:
+    """The mesh a bare PartitionSpec refers to here: that of `jax.set_mesh`, else that of `with mesh:`; else None.
+
+    In a program being traced it is the abstract one, since JAX uses a trace again on meshes with other devices.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    manual = any(t == jax.sharding.AxisType.Manual for t in abstract.axis_types)
+    current = abstract if manual or is_staging() else _mesh.get_concrete_mesh()
+    found = (current, _mesh.thread_resources.env.physical_mesh)
+    return next((mesh for mesh in found if not mesh.empty), None)

@@ -1,0 +1,70 @@
+"""What the frames that are calling tell. Each question says what is lost should JAX rename what it looks for."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+_OPERATOR_MODULE = "jax._src.numpy.array_methods"
+_CONSTRUCTOR_MODULE = "jax._src.numpy.array_constructors"
+_CALLED_FOR_OTHERS = ("jax.", "flax.", "haiku.", "equinox.", "optax.")
+
+
+def read_by_array_operator(depth: int = 2) -> bool:
+    """Is an attribute being read by an operator of jax.Array?
+
+    Those ask for `__jax_array__` before they let the other operand have its say, and JAX has no other way to decline.
+    Without this question `x @ q` outside a scope could not dispatch. Should JAX move that code, the answer becomes
+    False: `x @ q` then materializes instead, and stays right.
+    """
+    return sys._getframe(depth).f_globals.get("__name__") == _OPERATOR_MODULE
+
+
+def read_by_array_constructor(depth: int = 2) -> bool:
+    """Is an attribute being read by jnp.asarray or jnp.array, that is, was a dense array asked for by name?
+
+    Not where JAX or a framework calls these on arrays it is given: nobody asked for that. Should JAX move that code,
+    the answer becomes False: jnp.asarray(q) then warns as any other function does, and stays right.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    asked = False
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith(_CALLED_FOR_OTHERS):
+        if name != _CONSTRUCTOR_MODULE:
+            return False
+        asked, frame = True, frame.f_back
+    return asked
+
+
+def read_as_opaque_state(depth: int = 2) -> bool:
+    """Is the identity of a trace being read by a library that guards its mutable objects with it (Flax NNX)?
+
+    Should that function be renamed, assigning to an NNX variable inside `implicit` is refused as inside another trace.
+    """
+    return sys._getframe(depth).f_code.co_name == "get_opaque_trace_state"
+
+
+_VMAP_FUNCTIONS = {"flatten_fun_for_vmap": "in_axes", "vmap_f": "out_axes"}
+
+
+def _caller_of_unflatten(depth: int) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_code.co_name in ("tree_unflatten", "check"):
+        frame = frame.f_back
+    return frame
+
+
+def vmap_in_charge(depth: int = 2) -> str | None:
+    """While a tree is put together: is vmap doing that, for its arguments ("in_axes") or its results ("out_axes")?
+
+    Should JAX rename these functions, the answer becomes None, and axes that cannot be mapped are no longer refused.
+    """
+    frame = _caller_of_unflatten(depth)
+    return None if frame is None else _VMAP_FUNCTIONS.get(frame.f_code.co_name)
+
+
+def vmap_out_axes(depth: int = 2) -> int | None:
+    """The axis results are stacked along, where vmap is told one axis for all of them."""
+    frame = _caller_of_unflatten(depth)
+    axes: Any = None if frame is None else frame.f_locals.get("out_axes")
+    return axes if isinstance(axes, int) else None

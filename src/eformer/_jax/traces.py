@@ -1,0 +1,113 @@
+"""Traces and tracers: which one is current, binding on a given one, and the protocol JAX expects of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src.interpreters import batching as _batching
+from jax.extend.core import TraceTag as TraceTag
+from jax.extend.core import set_current_trace as set_current_trace
+
+from .callers import read_as_opaque_state
+
+Trace = _core.Trace
+Tracer = _core.Tracer
+
+
+def current_trace() -> Any:
+    """The trace primitives bind on; evaluation when none is set (newer releases keep None there inside `bind`)."""
+    trace = _core.trace_ctx.trace
+    return _core.eval_trace if trace is None else trace
+
+
+def install_trace(trace: Any) -> None:
+    """Make `trace` current on this thread until somebody sets another one."""
+    _core.trace_ctx.set_trace(trace)
+
+
+def is_eval_trace(trace: Any) -> bool:
+    return trace is _core.eval_trace
+
+
+def is_staging() -> bool:
+    """Is a program being traced, as by jit? Transformations of values that are computed at once do not count."""
+    return isinstance(jax.numpy.zeros(()), Tracer)
+
+
+def bind_at(primitive: Any, trace: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Bind on a given trace, bypassing the current one."""
+    return primitive.bind_with_trace(trace, tuple(args), tuple(map(jax.typeof, args)), dict(params))
+
+
+def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as `bind` wants them (call-like primitives carry functions rather than jaxprs)."""
+    return primitive.get_bind_params(params)
+
+
+def register_value_type(cls: type, aval_of: Callable[[Any], Any], canonicalize: Callable[[Any], Any]) -> None:
+    """Let instances of `cls` be operands of any primitive."""
+    _core.pytype_aval_mappings[cls] = aval_of
+    _dtypes.register_canonicalize_value_handler(cls, canonicalize)
+
+
+def register_tracer_type(cls: type) -> None:
+    _core.pytype_aval_mappings[cls] = lambda tracer: tracer.aval
+
+
+def vmapped_axis(leaf: Any) -> int | None:
+    """The axis along which the innermost vmap maps `leaf`, if it does."""
+    mapped = isinstance(leaf, _batching.BatchTracer) and leaf._trace is current_trace()
+    return leaf.batch_dim if mapped else None
+
+
+class LayeredTrace(Trace):
+    """A trace above another one, which gets whatever this one does not take.
+
+    A subclass implements `process_primitive(primitive, tracers, params)` and `call_functions`, which is given the
+    primitives that JAX hands to a trace with functions instead of jaxprs: custom_jvp, custom_vjp and shard_map.
+    """
+
+    __slots__ = ("_own_ref", "parent_trace", "tag")
+
+    def __init__(self, parent_trace: Any, tag: Any):
+        super().__init__()
+        self.parent_trace, self.tag = parent_trace, tag
+        self.requires_low = False
+
+    @property
+    def _weakref(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What JAX keys its caches with; to libraries that ask which trace they are in, the one around us."""
+        return self.parent_trace._weakref if read_as_opaque_state() else self._own_ref
+
+    @_weakref.setter
+    def _weakref(self, ref: Any) -> None:
+        self._own_ref = ref
+
+    def call_functions(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def stage_value(self, val: Any) -> Any:
+        ours = isinstance(val, Tracer) and isinstance(val._trace, LayeredTrace)
+        return val if ours else self.parent_trace.stage_value(val)
+
+    def cur_qdd(self, x: Any) -> Any:
+        return self.parent_trace.cur_qdd(x)
+
+    def process_call(self, primitive: Any, f: Any, tracers: Any, params: Any, /) -> Any:  # JAX 0.10 only
+        with set_current_trace(self):
+            return f.call_wrapped(*tracers)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        return self.call_functions(primitive, tracers, {"fun": fun, "jvp": jvp, **params})
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        return self.call_functions(primitive, tracers, {"fun": fun, "fwd": fwd, "bwd": bwd, **params})
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        return self.call_functions(primitive, tracers, {"fun": fun, **params})
