@@ -110,7 +110,7 @@ CUDA_HOME_OF_KERNELS := src/eformer/_kernels/cuda
 cuda: $(CUDA_LIBRARY)
 	cp $(CUDA_LIBRARY) $(CUDA_HOME_OF_KERNELS)/
 
-$(CUDA_LIBRARY): $(BUILD_FILES)
+$(CUDA_LIBRARY): $(BUILD_FILES) | $(VENV)/run.stamp # whose jaxlib has the headers
 	cmake -S . -B build/cuda -DEFORMER_CUDA=ON -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/cuda --target eformer_cuda --parallel $(WORKERS)
 	@touch $@
