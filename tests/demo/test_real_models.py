@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cli import tiny
+from models.test_tokenizers import word_pieces
 
-from eformer.cli import main
-from eformer.demo import formats, packages, run_smollm2, text
+from demo import formats, run_minilm, run_smollm2, text
+from demo.__main__ import main
+from eformer.models import _packages
 from eformer.serialization import save
 
 FEW = {"f32": None, "int8": "int8", "nf4": "nf4"}
@@ -26,12 +28,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main(["demo", "--model", model, "--quick", "--json", "--out", str(folder)]) == 0
+    assert main(["--model", model, "--quick", "--json", "--out", str(folder)]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    module, distribution, pattern = packages.SMOLLM2
+    module, distribution, pattern = _packages.SMOLLM2
     (package / module).mkdir()
     tiny.write(package / module / "model.gguf", "Q8_0", **{"tokenizer.ggml.eos_token_id": np.uint32(0)})
     monkeypatch.setattr(text, "topics", lambda held_out: 60 * "ab cd dab\n")
@@ -45,21 +47,16 @@ def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkey
     assert rows["nf4"]["nbytes"] < rows["int8"]["nbytes"] < rows["f32"]["nbytes"]
     assert all(row["bit_equal"] and not row["materializations"] for row in rows.values())
     assert set(found["text"]) == {"f32", "nf4"}
-    assert packages.model_file(module, distribution, pattern).name == "model.gguf"
+    assert _packages.model_file(module, distribution, pattern).name == "model.gguf"
 
 
 def test_a_bert_model(package: Path, capsys: pytest.CaptureFixture[str]):
-    folder = package / packages.MINILM[0] / "model"
+    folder = package / run_minilm.PACKAGE[0] / "model"
     folder.mkdir(parents=True)
-    words = [
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        *"abcdefghijklmnopqrstuvwxyz",
-        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
-    ]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{c}" for c in letters)]
     (folder / "config.json").write_text('{"num_attention_heads": 2}')
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {w: i for i, w in enumerate(words)}}}))
+    word_pieces({w: i for i, w in enumerate(words)}, folder / "tokenizer.json")
     save(folder / "model.safetensors", bert(len(words), 128, 256, layers=2))
     found = run("minilm", package, capsys)
     rows = {row["format"]: row for row in found["rows"]}

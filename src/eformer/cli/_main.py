@@ -10,7 +10,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from eformer.errors import CheckpointError
 
@@ -19,7 +20,6 @@ from ._versions import version
 
 # name -> (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("eformer.cli.demo", "a language model in every format: sizes, quality, speed, training, a picture"),
     "quantize": ("eformer.cli.quantize", "quantize a checkpoint, a tensor at a time"),
     "inspect": ("eformer.cli.inspect", "list what is in a safetensors or GGUF file"),
     "report": ("eformer.cli.report", "bits per weight, sizes and errors of a checkpoint"),
@@ -36,21 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` is by default that of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["demo"]:
+        return _said("eformer demo", "the demonstration is not part of the package; run `make demo` in a checkout", 2)
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
     name, *rest = given
     module, text = COMMANDS[name]
-    command = importlib.import_module(module)
-    parser = argparse.ArgumentParser(prog=f"eformer {name}", description=f"{text[0].upper()}{text[1:]}.")
+    return run_command(f"eformer {name}", f"{text[0].upper()}{text[1:]}.", importlib.import_module(module), rest)
+
+
+def run_command(name: str, text: str, command: Any, argv: Sequence[str]) -> int:
+    """Run a module that is a command. Errors that are no bugs become one line; others keep their traceback."""
+    parser = argparse.ArgumentParser(prog=name, description=text)
     command.add_arguments(parser)
-    options = parser.parse_args(rest)
-    return _guarded(name, lambda: command.run(options))
-
-
-def _guarded(name: str, run: Callable[[], int]) -> int:
-    """Errors that are no bugs become one line; others keep their traceback."""
+    options = parser.parse_args(argv)
     try:
-        return run()
+        return command.run(options)
     except Failure as err:
         return _said(name, err, err.status)
     except BrokenPipeError:  # the reader has seen enough, as `head` does
@@ -63,7 +64,7 @@ def _guarded(name: str, run: Callable[[], int]) -> int:
 
 
 def _said(name: str, what: object, status: int) -> int:
-    print(f"eformer {name}: {' '.join(str(what).split())}", file=sys.stderr)
+    print(f"{name}: {' '.join(str(what).split())}", file=sys.stderr)
     return status
 
 

@@ -1,13 +1,9 @@
-"""The checks of `doctor`: products of random packed matrices, compared with float64 and timed against dense ones."""
+"""The checks of `doctor`: products of random packed matrices, compared with float64."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,41 +53,3 @@ def errors(rows: int = 192, cols: int = 320) -> list[dict[str, Any]]:
             facts = {"format": fmt, "form": form, "kernel": kernel, "error": error, "limit": limit}
             found.append({**facts, "ok": error <= limit})
     return found
-
-
-def timings(size: int = 2048, rows_of_x: tuple[int, ...] = (1, 16), rounds: int = 9) -> list[dict[str, Any]]:
-    """Medians of interleaved rounds, so that a busy machine slows all candidates alike."""
-    found = []
-    storage = {fmt: tuple(map(jnp.asarray, random_storage(fmt, size, size))) for fmt in FORMATS}
-    dense = jnp.ones((size, size), jnp.float32)
-    for m in rows_of_x:
-        x = jnp.ones((m, size), jnp.float32)
-        calls: dict[str, Callable[[], Any]] = {"dense": bound(jax.jit(jnp.matmul), x, dense)}
-        for fmt, (codes, scale) in storage.items():
-            calls[fmt] = bound(_jitted(fmt, size), x, codes, scale)
-        seconds = medians(calls, rounds)
-        for fmt in FORMATS:
-            kernel = _kernel(x, *storage[fmt], fmt=fmt, form="dot", cols=size)
-            facts = {"format": fmt, "m": m, "size": size, "kernel": kernel, "ms": 1e3 * seconds[fmt]}
-            found.append({**facts, "dense_ms": 1e3 * seconds["dense"], "ratio": seconds[fmt] / seconds["dense"]})
-    return found
-
-
-def _jitted(fmt: str, cols: int) -> Any:
-    return jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, fmt=fmt, form="dot", cols=cols))
-
-
-def bound(function: Any, *operands: Any) -> Callable[[], Any]:
-    return lambda: jax.block_until_ready(function(*operands))
-
-
-def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}

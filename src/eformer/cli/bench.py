@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +17,6 @@ from eformer._core import explain, implicit
 from eformer.ops.quantization import quantize
 
 from ._fail import OK, WrongUse
-from ._selfcheck import bound, medians
 from ._text import add_json, print_json, print_table
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
@@ -63,8 +66,8 @@ def measure(k: int, n: int, m: int, formats: list[str], dtype: str, rounds: int)
     weights = {fmt: quantize(dense, dtype=fmt) for fmt in formats}
     kernels = {fmt: _kernel(product, x, w) for fmt, w in weights.items()}
     run = jax.jit(product)
-    calls = {name: bound(run, x, w) for name, w in {"dense": dense, **weights}.items()}
-    seconds = medians(calls, rounds)
+    calls = {name: functools.partial(run, x, w) for name, w in {"dense": dense, **weights}.items()}
+    seconds = _medians(calls, rounds)
     return [
         {
             "format": fmt,
@@ -87,11 +90,30 @@ def _kernel(product: Any, x: Any, w: Any) -> str:
 def show(found: dict[str, Any]) -> None:
     """The same for people."""
     k, n = found["size"]
+    title = f"{k} × {n} weights, {found['dtype']} x, {found['device']} (ratio below 1: faster than dense)"
+    show_rows(title, found["rows"])
+
+
+def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """A table of what `measure` found."""
     print_table(
-        f"{k} × {n} weights, {found['dtype']} x, {found['device']} (ratio below 1: faster than dense)",
+        title,
         ["format", "rows of x", "kernel", "ms", "dense ms", "ratio"],
         [
             [r["format"], str(r["m"]), r["kernel"], f"{r['ms']:.3f}", f"{r['dense_ms']:.3f}", f"{r['ratio']:.2f}"]
-            for r in found["rows"]
+            for r in rows
         ],
     )
+
+
+def _medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds of each, in interleaved rounds: a busy machine slows all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}

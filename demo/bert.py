@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._core import implicit, materialize
+from eformer.jaximus import implicit, materialize
 
 Params = dict[str, Any]
 _EPSILON = 1e-12
@@ -32,7 +32,7 @@ def nested(flat: Mapping[str, Any]) -> Params:
     return tree
 
 
-def padded(sentences: Sequence[Sequence[int]], multiple: int = 16) -> tuple[np.ndarray, np.ndarray]:
+def padded(sentences: Sequence[np.ndarray], multiple: int = 16) -> tuple[np.ndarray, np.ndarray]:
     """Tokens (sentences, length) and which of them are real."""
     length = -(-max(map(len, sentences)) // multiple) * multiple
     tokens = np.zeros((len(sentences), length), np.int32)

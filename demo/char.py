@@ -1,18 +1,18 @@
-"""The character model that comes with the package: its sizes and its checkpoint."""
+"""The character model of this folder: its sizes and its checkpoint."""
 
 from __future__ import annotations
 
-import importlib.resources
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
+from eformer.models import Config, Params
 from eformer.serialization import load
 
-from .decoder import Params, Shape
 from .text import VOCABULARY
 
-SHAPE = Shape(vocabulary=VOCABULARY, width=192, layers=3, heads=6, kv_heads=6, hidden=512)
+CONFIG = Config(vocabulary=VOCABULARY, width=192, layers=3, heads=6, kv_heads=6, hidden=512)
 LENGTH = 256  # characters it was trained on at a time
 _LAYER = "layers."
 
@@ -23,8 +23,8 @@ def load_params() -> Params:
     >>> load_params()["layers"]["up"].shape
     (3, 192, 512)
     """
-    with importlib.resources.as_file(importlib.resources.files("eformer.demo") / "char.safetensors") as path:
-        found: dict[str, Any] = {name: jnp.asarray(value, jnp.float32) for name, value in load(path).items()}
+    stored = load(Path(__file__).with_name("char.safetensors"))
+    found: dict[str, Any] = {name: jnp.asarray(value, jnp.float32) for name, value in stored.items()}
     layers = {name.removeprefix(_LAYER): found[name] for name in found if name.startswith(_LAYER)}
     return {"embedding": found["embedding"], "layers": layers, "norm": found["norm"]}
 

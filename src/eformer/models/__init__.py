@@ -1,0 +1,24 @@
+"""Language models of the LLaMA family in plain JAX, with dense weights or quantized ones.
+
+`load` reads a GGUF file, or a safetensors file that `eformer quantize` made of one; `generate` continues a text.
+Tokenizers need the package `tokenizers`: `pip install 'eformer[models]'`.
+
+>>> import jax
+>>> from eformer import models
+>>> config = models.Config(vocabulary=16, width=32, layers=1, heads=2, kv_heads=1, hidden=64)
+>>> model = models.Model(config, models.init(config, jax.random.key(0)))
+>>> [len(piece) for piece in models.generate(model, [1, 2, 3], 20)]
+[16, 4]
+"""
+
+from ._decoder import Config as Config
+from ._decoder import Params as Params
+from ._decoder import decode as decode
+from ._decoder import forward as forward
+from ._decoder import init as init
+from ._decoder import make_cache as make_cache
+from ._generation import CHUNK as CHUNK
+from ._generation import Model as Model
+from ._generation import generate as generate
+from ._llama_file import load as load
+from ._tokenizer import Tokenizer as Tokenizer
