@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from eformer import serialization
-from eformer.jaximus import ImplicitArray, explain, implicit, materialization_policy, register, ste
+import eformer as ef
 
 
 def decode(codes: jax.Array) -> jax.Array:
@@ -22,7 +21,7 @@ def decode(codes: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass
-class PowerOfTwo(ImplicitArray):
+class PowerOfTwo(ef.ImplicitArray):
     """`w = sign * 2**exponent`, in one byte: the sign in the highest bit, the exponent + 64 below; 0 is zero."""
 
     codes: jax.Array
@@ -38,7 +37,7 @@ class PowerOfTwo(ImplicitArray):
         return cls(jnp.where(w < 0, codes | 128, codes))
 
 
-@register("dot_general")
+@ef.register("dot_general")
 def product(x: jax.Array, w: PowerOfTwo, *, dimension_numbers: Any, **params: Any) -> Any:
     """`x @ w`, 64 rows of w at a time: no more than those are ever decoded."""
     if w.ndim != 2 or w.shape[0] % 64 or dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
@@ -52,7 +51,7 @@ def product(x: jax.Array, w: PowerOfTwo, *, dimension_numbers: Any, **params: An
     return jax.lax.scan(step, start, (rows, w.codes.reshape(-1, 64, w.shape[1])))[0]
 
 
-@register("transpose")
+@ef.register("transpose")
 def transpose(w: PowerOfTwo, *, permutation: Any, **params: Any) -> PowerOfTwo:
     return PowerOfTwo(jnp.transpose(w.codes, permutation))
 
@@ -61,18 +60,18 @@ def main() -> None:
     w, x = jax.random.normal(jax.random.key(0), (256, 64)), jax.random.normal(jax.random.key(1), (8, 256))
     q = PowerOfTwo.quantize(w)
     print(q, f"relative error {jnp.linalg.norm(q.materialize() - w) / jnp.linalg.norm(w):.3f}")
-    with materialization_policy("error"):
-        y = jax.jit(implicit(lambda x, q: jax.nn.relu(x @ q)))(x, q)
+    with ef.materialization_policy("error"):
+        y = jax.jit(ef.implicit(lambda x, q: jax.nn.relu(x @ q)))(x, q)
         stack = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), q)
-        ys = implicit(lambda x, stack: jax.lax.map(lambda q: x @ q, stack))(x, stack)
+        ys = ef.implicit(lambda x, stack: jax.lax.map(lambda q: x @ q, stack))(x, stack)
     assert jnp.allclose(y, jax.nn.relu(x @ q.materialize()), atol=1e-4)
     assert ys.shape == (3, 8, 64)
-    print("gradient through the rounding:", jax.grad(lambda w: ste(PowerOfTwo.quantize)(w).sum())(w)[0, :3])
-    with materialization_policy("allow"):
-        print(str(explain(implicit(jnp.cumsum))(q)).split(" at ")[0])
-    serialization.register_type(PowerOfTwo, "example.power_of_two")
+    print("gradient through the rounding:", jax.grad(lambda w: ef.ste(PowerOfTwo.quantize)(w).sum())(w)[0, :3])
+    with ef.materialization_policy("allow"):
+        print(str(ef.explain(ef.implicit(jnp.cumsum))(q)).split(" at ")[0])
+    ef.serialization.register_type(PowerOfTwo, "example.power_of_two")
     with tempfile.TemporaryDirectory() as folder:
-        print("from a file:", serialization.load(serialization.save(f"{folder}/m.safetensors", {"w": q}))["w"])
+        print("from a file:", ef.load(ef.save(f"{folder}/m.safetensors", {"w": q}))["w"])
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import explain, implicit, materialization_policy
-from eformer.ops.quantization import quantize_tree, report
+import eformer as ef
 
 
 class Mixer(eqx.Module):
@@ -42,7 +41,7 @@ class Mixer(eqx.Module):
 
 @eqx.filter_jit
 def classify(model: Mixer, images: jax.Array) -> jax.Array:
-    return implicit(lambda model, images: jax.vmap(model)(images))(model, images)
+    return ef.implicit(lambda model, images: jax.vmap(model)(images))(model, images)
 
 
 def main() -> None:
@@ -51,12 +50,12 @@ def main() -> None:
     exact = classify(model, images)
     # Linear weights are (out, in) here; the axis to pack along is found by the layer that holds them. Convolutions have
     # no packed kernel, so they stay dense.
-    quantized = quantize_tree(model, "nf4", skip=("norms", "biases", "convolutions"), donate=False)
-    print(report(quantized))
-    with materialization_policy("error"):
+    quantized = ef.quantize_tree(model, "nf4", skip=("norms", "biases", "convolutions"), donate=False)
+    print(ef.report(quantized))
+    with ef.materialization_policy("error"):
         logits = classify(quantized, images)
     print(f"\nerror of the logits: {jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact):.4f}")
-    found = explain(lambda: eqx.filter_eval_shape(classify, quantized, images))()
+    found = ef.explain(lambda: eqx.filter_eval_shape(classify, quantized, images))()
     print(f"{len(found.kernels)} packed products, {len(found.materializations)} weights made dense")
 
 

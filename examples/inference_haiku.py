@@ -9,8 +9,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import implicit, materialization_policy
-from eformer.ops.quantization import quantize_tree, report
+import eformer as ef
 
 
 @hk.without_apply_rng
@@ -35,11 +34,11 @@ def main() -> None:
 
     # The head, which decides, gets 8 bits; blocks of 32 make the rest a little finer.
     rules = {"head/*": "int8", "*": {"dtype": "nf4", "block_size": 32}}
-    quantized = quantize_tree(params, rules, donate=False)
-    print(report(quantized, params))
+    quantized = ef.quantize_tree(params, rules, donate=False)
+    print(ef.report(quantized, params))
 
-    with materialization_policy("error"):
-        logits = jax.jit(implicit(network.apply))(quantized, windows)
+    with ef.materialization_policy("error"):
+        logits = jax.jit(ef.implicit(network.apply))(quantized, windows)
     error = jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact)
     print(f"\nerror of the logits: {error:.3f}")
 

@@ -9,9 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import eformer as ef
 from eformer.integrations import linen
-from eformer.jaximus import explain, materialization_policy
-from eformer.ops.quantization import report
 
 
 class Model(nn.Module):
@@ -31,15 +30,15 @@ def main() -> None:
 
     # The "params" collection is quantized, leaf by leaf; each dense array is freed as soon as its packed form exists.
     variables = linen.quantize(variables, {"Embed_0/*": "int8"}, default="nf4")
-    print(report(variables["params"]))
+    print(ef.report(variables["params"]))
 
     run = linen.apply_fn(model)  # `model.apply` with dispatch on
-    with materialization_policy("error"):  # had a weight to become dense, this would raise
+    with ef.materialization_policy("error"):  # had a weight to become dense, this would raise
         logits = jax.jit(run)(variables, tokens)
     print(f"\nerror of the logits: {jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact):.3f}")
 
     # What happens to the arrays is decided while tracing, so it can be asked without computing anything.
-    found = explain(lambda: jax.eval_shape(run, variables, tokens))()
+    found = ef.explain(lambda: jax.eval_shape(run, variables, tokens))()
     print(f"{len(found.kernels)} packed products, {len(found.materializations)} weights made dense")
 
 

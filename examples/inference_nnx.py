@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import eformer as ef
 from eformer.integrations.nnx import Dispatching
-from eformer.jaximus import materialization_policy
-from eformer.ops.quantization import quantize_tree, report
 
 
 class Model(nnx.Module):
@@ -49,10 +48,10 @@ def main() -> None:
     model, start = nnx.jit(lambda: Model(1024, 256, nnx.Rngs(0)))(), jnp.array([1, 2, 3])
     dense = generate(model, start)
     # A new module; the old one keeps its parameters because of donate=False. The head, which decides, gets 8 bits.
-    quantized = quantize_tree(model, {"head/*": "int8"}, default="nf4", donate=False)
-    print(report(quantized))
+    quantized = ef.quantize_tree(model, {"head/*": "int8"}, default="nf4", donate=False)
+    print(ef.report(quantized))
     # `Dispatching` turns dispatch on wherever the model is called, so `generate` needs no change.
-    with materialization_policy("error"):
+    with ef.materialization_policy("error"):
         tokens = generate(Dispatching(quantized), start)
     print("float32:", dense[0].tolist())
     print("packed: ", tokens[0].tolist())

@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer.jaximus import implicit, materialize
+import eformer as ef
 from eformer.models import Tokenizer
-from eformer.ops.quantization import quantize_tree, report
-from eformer.serialization import open_gguf
 
 PARTS = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up"}
 PARTS |= {"down": "ffn_down", "norm_attention": "attn_norm", "norm_mlp": "ffn_norm"}
@@ -46,7 +44,7 @@ def rotate(x: jax.Array, places: jax.Array, base: float) -> jax.Array:
     return jnp.stack([turned.real, turned.imag], -1).reshape(x.shape)
 
 
-@implicit  # from here on `x @ w` works on the codes of w, whatever it is
+@ef.implicit  # from here on `x @ w` works on the codes of w, whatever it is
 def decode(config: Config, params: Any, tokens: jax.Array, cache: Any, start: Any) -> tuple[jax.Array, Any]:
     """Logits of tokens (time,) that begin at `start`, and the cache (layers, 2, context, heads, size) with them."""
     places = start + jnp.arange(len(tokens))
@@ -65,7 +63,7 @@ def decode(config: Config, params: Any, tokens: jax.Array, cache: Any, start: An
         y = norm(x, w["norm_mlp"])
         return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], cache
 
-    x = materialize(params["embedding"][tokens])  # the rows that are looked up
+    x = ef.materialize(params["embedding"][tokens])  # the rows that are looked up
     x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
     return norm(x, params["norm"]) @ params["embedding"].T, cache
 
@@ -89,7 +87,7 @@ def generate(config: Config, params: Any, prompt: jax.Array, count: int) -> jax.
 
 def read_gguf(path: Path) -> tuple[Config, Any, Tokenizer]:
     """Sizes, dense weights (in, out) with layers stacked, and the tokenizer."""
-    file = open_gguf(path)
+    file = ef.open_gguf(path)
     note = {name.removeprefix("llama."): value for name, value in file.metadata.items()}
     config = Config(
         note["block_count"], note["embedding_length"], note["attention.head_count"], note["attention.head_count_kv"],
@@ -126,13 +124,13 @@ def main(count: int = 24) -> None:
         config, params, tokenizer = read_gguf(path)
         prompt = jnp.asarray(tokenizer.encode("The Python language was created by"))
     for fmt in ("f32", "int8", "nf4", "ternary", "binary"):
-        model = params if fmt == "f32" else quantize_tree(params, fmt, donate=False)
+        model = params if fmt == "f32" else ef.quantize_tree(params, fmt, donate=False)
         jax.block_until_ready(generate(config, model, prompt, count))  # compiles
         begun = time.perf_counter()
         tokens = np.asarray(generate(config, model, prompt, count))
         speed = count / (time.perf_counter() - begun)
         text = tokens.tolist()[:8] if tokenizer is None else tokenizer.decode(tokens)
-        print(f"{fmt:8} {report(model).nbytes / 1e6:7.1f} MB {speed:8.1f} tokens/s  {text!r}")
+        print(f"{fmt:8} {ef.report(model).nbytes / 1e6:7.1f} MB {speed:8.1f} tokens/s  {text!r}")
 
 
 if __name__ == "__main__":

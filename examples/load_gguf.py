@@ -13,8 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import serialization
-from eformer.jaximus import implicit, materialization_policy
+import eformer as ef
 
 Q8_0, F32 = 8, 0  # numbers of two of the types
 
@@ -53,25 +52,25 @@ def main() -> None:
         path = Path(sys.argv[1]) if sys.argv[1:] else Path(folder) / "tiny.gguf"
         if not sys.argv[1:]:
             write_tiny(path)
-        file = serialization.open_gguf(path)  # reads the header only
+        file = ef.open_gguf(path)  # reads the header only
         print(file.metadata["general.architecture"], f"with {len(file)} tensors:")
         for name in list(file)[:8]:
             array = file[name]
-            kind = "as stored" if isinstance(array, serialization.GroupedArray) else "dense"
+            kind = "as stored" if isinstance(array, ef.serialization.GroupedArray) else "dense"
             print(f"  {name:24} {kind:10} {array.dtype}{list(array.shape)}")
 
         name = next(name for name in file if len(file[name].shape) == 2)
         w = file[name].T  # (in, out), for nothing: codes and scales stay where they are
         x = jnp.ones((2, w.shape[0]))
-        with materialization_policy("error"):
-            y = implicit(jnp.matmul)(x, w)  # on the codes of the file; nothing was requantized
+        with ef.materialization_policy("error"):
+            y = ef.implicit(jnp.matmul)(x, w)  # on the codes of the file; nothing was requantized
         assert jnp.allclose(y, x @ w.materialize(), atol=1e-3)
         print(f"x @ {name}.T has the shape {y.shape}")
 
         # As NF4, for the fast kernels: one tensor after the other, however large the file is.
         rules = {"*norm*": None, "*": "nf4"}
-        done = serialization.quantize_file(path, f"{folder}/model.safetensors", rules, axis=-1)
-        print(f"{done.nbytes_in:,} bytes -> {done.nbytes_out:,} bytes:", serialization.load(done.path)[name])
+        done = ef.quantize_file(path, f"{folder}/model.safetensors", rules, axis=-1)
+        print(f"{done.nbytes_in:,} bytes -> {done.nbytes_out:,} bytes:", ef.load(done.path)[name])
 
 
 if __name__ == "__main__":

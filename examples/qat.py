@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from eformer.jaximus import implicit
-from eformer.ops.quantization import fake_quantize_tree, quant_delay, quantize_tree, report
+import eformer as ef
 
 SIZE, HIDDEN = 32, 192
 
@@ -42,7 +41,7 @@ def train(params: Any, data: tuple[jax.Array, jax.Array], steps: int, strength: 
 
     def loss(params: Any, step: Any) -> jax.Array:
         if strength is not None:
-            params = fake_quantize_tree(params, default="ternary", strength=strength(step))
+            params = ef.fake_quantize_tree(params, default="ternary", strength=strength(step))
         return jnp.mean((forward(params, data[0]) - data[1]) ** 2)
 
     def update(carry: Any, step: Any) -> Any:
@@ -58,14 +57,14 @@ def main() -> None:
     # The second starts dense too, and meets more and more of the rounding from step 50 on.
     models = {
         "dense training": train(start, data, 150),
-        "quantization-aware": train(start, data, 150, quant_delay(50, ramp=25)),
+        "quantization-aware": train(start, data, 150, ef.quant_delay(50, ramp=25)),
     }
-    error = jax.jit(implicit(lambda params: jnp.mean((forward(params, data[0]) - data[1]) ** 2)))
+    error = jax.jit(ef.implicit(lambda params: jnp.mean((forward(params, data[0]) - data[1]) ** 2)))
     print(f"mean squared error of {'':21} dense   ternary")
     for name, params in models.items():
-        quantized = quantize_tree(params, default="ternary", donate=False)
+        quantized = ef.quantize_tree(params, default="ternary", donate=False)
         print(f"{name:40} {error(params):8.3f} {error(quantized):9.3f}")
-    print(report(quantized))
+    print(ef.report(quantized))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from eformer import serialization
-from eformer.jaximus import implicit, materialization_policy
-from eformer.ops.quantization import add_lora, merge, merge_lora, quantize_tree, split_trainable
+import eformer as ef
 
 SIZE, LAYERS = 128, 3
 
@@ -36,18 +34,18 @@ def pretrained(key: jax.Array) -> Any:
 
 
 def main() -> None:
-    base = quantize_tree(pretrained(jax.random.key(0)))  # NF4; the dense weights are gone
-    model = add_lora(base, "*", rank=8, key=jax.random.key(1))
-    trainable, frozen = split_trainable(model)
+    base = ef.quantize_tree(pretrained(jax.random.key(0)))  # NF4; the dense weights are gone
+    model = ef.add_lora(base, "*", rank=8, key=jax.random.key(1))
+    trainable, frozen = ef.split_trainable(model)
     print(f"{sum(x.size for x in trainable.values()):,} of {3 * 2 * SIZE**2 + SIZE**2:,} values are trained")
 
     # The task: the answers of the model, with the outputs reversed.
     x = jax.random.normal(jax.random.key(2), (128, SIZE))
-    target = implicit(forward)(base, x)[:, ::-1]
+    target = ef.implicit(forward)(base, x)[:, ::-1]
     optimizer = optax.adam(3e-3)
 
     def loss(trainable: Any, frozen: Any) -> jax.Array:
-        return jnp.mean((implicit(forward)(merge(trainable, frozen), x) - target) ** 2)
+        return jnp.mean((ef.implicit(forward)(ef.merge(trainable, frozen), x) - target) ** 2)
 
     @jax.jit
     def train(trainable: Any, frozen: Any) -> Any:
@@ -60,15 +58,15 @@ def main() -> None:
         (trainable, _), losses = jax.lax.scan(step, (trainable, optimizer.init(trainable)), length=150)
         return trainable, losses
 
-    with materialization_policy("error"):  # neither pass may make a weight dense
+    with ef.materialization_policy("error"):  # neither pass may make a weight dense
         trainable, losses = train(trainable, frozen)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     with tempfile.TemporaryDirectory() as folder:
-        path = serialization.save(Path(folder) / "adapter.safetensors", trainable)
+        path = ef.save(Path(folder) / "adapter.safetensors", trainable)
         print(f"the adapter takes {path.stat().st_size:,} bytes")
-        tuned = merge(serialization.load(path), frozen)
-    _, costs = merge_lora(tuned)  # rounding the sums to 4 bits again is a choice, and has a price
+        tuned = ef.merge(ef.load(path), frozen)
+    _, costs = ef.merge_lora(tuned)  # rounding the sums to 4 bits again is a choice, and has a price
     print(costs)
 
 

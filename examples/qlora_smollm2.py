@@ -17,10 +17,10 @@ import llama
 import numpy as np
 import optax
 
+import eformer as ef
+
 sys.path.append(str(Path(__file__).parents[1]))  # the text, and the small model, are those of demo/
 from demo import char, text
-from eformer.jaximus import materialization_policy
-from eformer.ops.quantization import add_lora, merge, quantize_tree, report, split_trainable
 
 
 def load() -> tuple[llama.Config, Any, Any, str]:
@@ -47,25 +47,25 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=96)
     options = parser.parse_args()
     config, params, tokenizer, fmt = load()
-    base = quantize_tree(params, {"embedding": "int8", "*": fmt})  # the embedding is the head, too
-    model = add_lora(base, "layers/[qkvo]", rank=8, key=jax.random.key(0), alpha=16)
-    trainable, frozen = split_trainable(model)
+    base = ef.quantize_tree(params, {"embedding": "int8", "*": fmt})  # the embedding is the head, too
+    model = ef.add_lora(base, "layers/[qkvo]", rank=8, key=jax.random.key(0), alpha=16)
+    trainable, frozen = ef.split_trainable(model)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(frozen)]
-    print(report(model["layers"]))
+    print(ef.report(model["layers"]))
     optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 1e-3, 3))
 
     @jax.jit
     def step(trainable: Any, state: Any, windows: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(lambda t: loss_of(config, merge(t, frozen), windows))(trainable)
+        value, grads = jax.value_and_grad(lambda t: loss_of(config, ef.merge(t, frozen), windows))(trainable)
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(trainable, updates), state, value
 
-    judge = jax.jit(lambda trainable, windows: loss_of(config, merge(trainable, frozen), windows))
+    judge = jax.jit(lambda trainable, windows: loss_of(config, ef.merge(trainable, frozen), windows))
     tokens = tokenizer.encode(text.topics(held_out=False))
     held_out = jnp.asarray(text.windows(tokenizer.encode(text.topics(held_out=True)), options.length, 16))
     starts = np.random.default_rng(0).integers(0, len(tokens) - options.length - 1, (options.steps, options.batch))
     state = optimizer.init(trainable)
-    with materialization_policy("error"):  # a weight that went dense, forward or backward, would be an error
+    with ef.materialization_policy("error"):  # a weight that went dense, forward or backward, would be an error
         first = float(judge(trainable, held_out))
         for number, row in enumerate(starts, 1):
             windows = jnp.asarray(tokens[row[:, None] + np.arange(options.length + 1)])

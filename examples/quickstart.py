@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from eformer.jaximus import explain, implicit
-from eformer.ops.quantization import quantize
+import eformer as ef
 
 
 def main() -> None:
@@ -16,13 +15,13 @@ def main() -> None:
     exact = x @ w
     print(f"{'format':8} {'array':58} {'error of w':>10} {'error of x @ w':>15}")
     for name in ("int8", "nf4", "ternary", "binary"):
-        q = quantize(w, dtype=name)
-        y = jax.jit(implicit(lambda x, q: x @ q))(x, q)
+        q = ef.quantize(w, dtype=name)
+        y = jax.jit(ef.implicit(lambda x, q: x @ q))(x, q)
         error_w = jnp.linalg.norm(q.materialize() - w) / jnp.linalg.norm(w)
         error_y = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
         print(f"{name:8} {q!r:58} {error_w:10.4f} {error_y:15.4f}")
     print("\nexplain(x @ w) says:")
-    print(explain(lambda x: x @ quantize(w))(x))
+    print(ef.explain(lambda x: x @ ef.quantize(w))(x))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer.jaximus import implicit, materialization_policy
-from eformer.ops.quantization import ShardingError, quantize, quantize_tree, report
+import eformer as ef
 
 P = PartitionSpec
 
@@ -41,14 +40,14 @@ def main() -> None:
     x = split(jax.random.normal(k3, (16, 256)), "data", None)
     exact = jax.jit(forward)(params, x)
 
-    quantized = quantize_tree(params, "nf4")  # what was split stays split
-    print(report(quantized))
+    quantized = ef.quantize_tree(params, "nf4")  # what was split stays split
+    print(ef.report(quantized))
     for name, holder in quantized.items():
         q = holder["kernel"]
         print(f"{name:5} {q.sharding.spec!s:26} codes {q.packed.sharding.spec!s:28} absmax {q.absmax.sharding.spec}")
 
-    run = jax.jit(implicit(forward))
-    with materialization_policy("error"):
+    run = jax.jit(ef.implicit(forward))
+    with ef.materialization_policy("error"):
         y = run(quantized, x)
     print(f"result split as {y.sharding.spec}, error {jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact):.3f}")
 
@@ -57,8 +56,8 @@ def main() -> None:
     print("between devices:", ", ".join(f"{kind} of {what}" for what, kind in moved))
 
     try:  # 1024 rows in blocks of 512 do not go over four devices
-        quantize(jnp.ones((1024, 256)), block_size=512).with_sharding(NamedSharding(mesh, P("model", None)))
-    except ShardingError as error:
+        ef.quantize(jnp.ones((1024, 256)), block_size=512).with_sharding(NamedSharding(mesh, P("model", None)))
+    except ef.errors.ShardingError as error:
         print("refused:", error)
 
 

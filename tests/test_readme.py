@@ -14,7 +14,7 @@ SCRIPTS = sorted([*ROOT.glob("docs/*.py"), *ROOT.glob("examples/*.py")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_readme_blocks_run_in_order():
+def test_readme_blocks_run_in_order(capsys):
     text = (ROOT / "README.md").read_text()
     blocks = list(BLOCK.finditer(text))
     assert blocks, "README.md has no ```python block"
@@ -23,6 +23,8 @@ def test_readme_blocks_run_in_order():
         # Blank lines in front keep the README's own line numbers in tracebacks and warnings.
         source = "\n" * text[: block.start(1)].count("\n") + block.group(1)
         exec(compile(source, str(ROOT / "README.md"), "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert f"```\n{printed}```" in text or not printed, f"the README shows another output than\n{printed}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))

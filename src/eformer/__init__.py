@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from eformer.serialization import inspect as inspect
     from eformer.serialization import load as load
     from eformer.serialization import load_gguf as load_gguf
+    from eformer.serialization import open_gguf as open_gguf
     from eformer.serialization import open_lazy as open_lazy
     from eformer.serialization import quantize_file as quantize_file
     from eformer.serialization import save as save
@@ -73,7 +74,7 @@ _NAMES = {
         "straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
-    "eformer.serialization": "inspect load load_gguf open_lazy quantize_file save",
+    "eformer.serialization": "inspect load load_gguf open_gguf open_lazy quantize_file save",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
