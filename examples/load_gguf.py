@@ -68,8 +68,7 @@ def main() -> None:
         print(f"x @ {name}.T has the shape {y.shape}")
 
         # As NF4, for the fast kernels: one tensor after the other, however large the file is.
-        rules = {"*norm*": None, "*": "nf4"}
-        done = ef.quantize_file(path, f"{folder}/model.safetensors", rules, axis=-1)
+        done = ef.quantize_file(path, f"{folder}/model.safetensors", "nf4", min_size=0)
         print(f"{done.nbytes_in:,} bytes -> {done.nbytes_out:,} bytes:", ef.load(done.path)[name])
 
 

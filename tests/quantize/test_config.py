@@ -35,7 +35,8 @@ def test_types() -> None:
 
 def test_config_defaults_and_coercion() -> None:
     config = QuantizationConfig()
-    assert dataclasses.astuple(config) == (QuantizationType.NF4, 64, False, True)
+    assert dataclasses.astuple(config)[:4] == (QuantizationType.NF4, 64, False, True)
+    assert (config.axis, config.scaled, config.double_quant) == (None, True, False)
     assert QuantizationConfig("binary").dtype is QuantizationType.BINARY
     assert QuantizationConfig("int8") == QuantizationConfig(QuantizationType.INT8)
     assert hash(QuantizationConfig("int8")) == hash(QuantizationConfig(QuantizationType.INT8))
@@ -44,7 +45,7 @@ def test_config_defaults_and_coercion() -> None:
 def test_config_is_frozen_and_checked() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantizationConfig().block_size = 32  # pyright: ignore[reportAttributeAccessIssue]
-    for field in ("simulate", "use_kernel"):
+    for field in ("simulate", "use_kernel", "scaled", "double_quant"):
         with pytest.raises(TypeError, match=field):
             QuantizationConfig(**{field: "yes"})
     with pytest.raises(ValueError, match="Supported types: nf4, int8, ternary, binary"):
@@ -53,13 +54,37 @@ def test_config_is_frozen_and_checked() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_through_json(kind: QuantizationType) -> None:
-    config = QuantizationConfig(kind, 32, True, False)
+    blocks = 32 if kind is QuantizationType.NF4 else 64
+    config = QuantizationConfig(kind, blocks, True, False)
     text = config.to_json()
     assert QuantizationConfig.from_json(text) == config
-    assert json.loads(text)["dtype"] == kind.value
+    assert json.loads(text) == {"dtype": kind.value, "block_size": blocks, "simulate": True, "use_kernel": False}
+    option = {"double_quant": True} if kind is QuantizationType.NF4 else {"axis": (0, 1)}
+    more = dataclasses.replace(config, **option)
+    assert QuantizationConfig.from_json(more.to_json()) == more != config
+    old = json.dumps({"dtype": kind.value, "block_size": 32, "simulate": False, "use_kernel": True})
+    assert QuantizationConfig.from_json(old) == QuantizationConfig(kind, blocks)
     for text in ('{"speed": 3}', "[1]", "null", '"nf4"'):
         with pytest.raises(TypeError, match=r"JSON object .*block_size.*" + re.escape(text)):
             QuantizationConfig.from_json(text)
+
+
+def test_options_beside_a_configuration() -> None:
+    config = QuantizationConfig("nf4", 32, axis=-1, double_quant=True)
+    for call in (quantize, straight_through):
+        with pytest.raises(ValueError, match="axis=0 contradicts the configuration, which has axis=-1"):
+            call(W, config, axis=0)
+        with pytest.raises(TypeError, match="scaled must be True or False"):
+            call(W, config, scaled=1)
+    for q in (quantize(W, config), quantize(W, config, axis=-1), quantize(W, QuantizationConfig(), axis=-1)):
+        assert q.axis == -1
+    assert type(quantize(W, QuantizationConfig(), double_quant=True).absmax) is type(quantize(W, config).absmax)
+    for kind in KINDS[1:]:
+        with pytest.raises(ValueError, match=f"block_size=32 has no meaning for '{kind}': it is an option of \"nf4\""):
+            quantize(W, dtype=kind, block_size=32)
+        assert QuantizationConfig(kind, 64).block_size == 64
+    with pytest.raises(TypeError, match="axis='0' is of type str"):
+        QuantizationConfig(axis="0")  # pyright: ignore[reportArgumentType]
 
 
 def test_every_field_does_something() -> None:

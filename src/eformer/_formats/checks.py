@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_float(w: jax.Array, format_name: str) -> None:
     """Raise a TypeError unless `w` holds real floating-point values of a supported width."""
-    if w.dtype.name not in _FLOATS:
+    if w.dtype.name not in FLOATS:
         raise TypeError(
             f"{format_name} quantizes floating-point arrays, but got dtype {w.dtype.name} (shape {w.shape}). "
-            f"Allowed: {', '.join(_FLOATS)}. Convert first, for example w.astype(jnp.float32)."
+            f"Allowed: {', '.join(FLOATS)}. Convert first, for example w.astype(jnp.float32)."
         )
 
 

@@ -9,15 +9,11 @@ from typing import Any
 import jax
 
 from eformer._core import ImplicitArray
-from eformer._formats.int8.array import Array8B
-from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
-from eformer._formats.onebit.array import Array1B
-from eformer._quantize.config import QuantizationConfig
+from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
 from eformer._quantize.paths import open_tree
 from eformer._quantize.report import aligned, relative_error
 from eformer._quantize.roles import Role, roles_of
-from eformer._quantize.rules import Choice, Recipe, recipe
-from eformer._quantize.tree import encode
+from eformer._quantize.rules import Choice, as_config
 
 from .array import LoraArray
 
@@ -82,30 +78,24 @@ def merge_lora(params: Any, into: Choice = "base") -> tuple[Any, MergeReport]:
 
 
 def _requantized(dense: jax.Array, q: LoraArray, role: Role, into: Choice, path: str) -> Any:
-    wanted = _recipe_of(q.w, path) if into == "base" else None if into == "dense" else recipe(into)
+    wanted = _config_of(q.w, path) if into == "base" else None if into == "dense" else as_config(into)
     if wanted is None:
         return dense
     if wanted.axis is None:
-        wanted = dataclasses.replace(wanted, axis=role.axis(str(wanted.config.dtype)))
-    made = encode(wanted, dense, q.ndim - q.left - q.right)
+        wanted = dataclasses.replace(wanted, axis=role.axis(wanted.format.scales_many_axes))
+    made = quantize_stack(dense, wanted, q.ndim - q.left - q.right)
     sharding = getattr(q.w, "sharding", None) if isinstance(q.w, ImplicitArray) else None
     return made if sharding is None else made.with_sharding(sharding)
 
 
-def _recipe_of(w: Any, path: str) -> Recipe | None:
+def _config_of(w: Any, path: str) -> QuantizationConfig | None:
     """How an array was quantized; None for a dense one."""
     if not isinstance(w, ImplicitArray):
         return None
-    options: dict[str, Any] = {}
-    if isinstance(w, ArrayNF4):
-        config = QuantizationConfig("nf4", w.block_size, use_kernel=w.use_kernel)
-        options["double_quant"] = isinstance(w.absmax, CompressedAbsmax)
-    elif isinstance(w, (Array8B, Array1B)):
-        config = QuantizationConfig(w.format, use_kernel=w.use_kernel)
-        options["scaled"] = isinstance(w, Array8B) or w.scale is not None
-    else:
+    found = config_of(w)
+    if found is None:
         raise TypeError(
             f"{path!r} is a {type(w).__name__}, which merge_lora cannot quantize again as it was. Give into='dense' or "
             "a format."
         )
-    return Recipe(config, axis=w.axis or None, **options)
+    return found

@@ -1,39 +1,24 @@
-"""One way to ask for any quantization: a type, a configuration, `quantize` and `straight_through`."""
+"""One way to ask for any quantization: a configuration, `quantize` and `straight_through`."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
+from eformer import _jax as compat
+from eformer._core import ste
+from eformer._formats.checks import as_index
 from eformer._formats.input import checked_block
-from eformer._formats.int8.array import Array8B
-from eformer._formats.nf4.array import MAX_BLOCK, ArrayNF4
-from eformer._formats.onebit.array import Array1B
-from eformer._formats.training import straight_through_1bit, straight_through_8bit, straight_through_nf4
+from eformer._formats.nf4.array import MAX_BLOCK
 
-__all__ = ["QuantizationConfig", "QuantizationType", "quantization_type", "quantize", "straight_through"]
+from .formats import FORMATS, Format, QuantizationType
 
+__all__ = ["QuantizationConfig", "QuantizationType", "quantize", "straight_through"]
 
-class QuantizationType(enum.StrEnum):
-    """The formats there are."""
-
-    NF4 = "nf4"
-    INT8 = "int8"
-    TERNARY = "ternary"
-    BINARY = "binary"
-
-
-def quantization_type(name: QuantizationType | str) -> QuantizationType:
-    """The type of that name, or an error that lists the names."""
-    try:
-        return QuantizationType(name)
-    except ValueError as err:
-        supported = ", ".join(t.value for t in QuantizationType)
-        raise ValueError(f"Unsupported quantization type: {name!r}. Supported types: {supported}.") from err
+Axis = int | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,36 +27,84 @@ class QuantizationConfig:
 
     Attributes:
         dtype: the format.
-        block_size: values that share one absmax (NF4 only).
+        block_size: values that share one absmax (NF4).
         simulate: give a dense array with quantized values and straight-through gradients, for training.
         use_kernel: let products use native kernels where there are any.
+        axis: the axis values are packed or scaled along; None leaves it to the format or to the role of the leaf.
+        scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
+        double_quant: store the absmax of NF4 at 8 bits too.
 
-    >>> QuantizationConfig.from_json(QuantizationConfig("int8").to_json())
-    QuantizationConfig(dtype=<QuantizationType.INT8: 'int8'>, block_size=64, simulate=False, use_kernel=True)
+    An option that the format cannot honour is refused unless it has its default value.
+
+    >>> QuantizationConfig.from_json(QuantizationConfig("nf4", 32, axis=-1).to_json()).axis
+    -1
     """
 
     dtype: QuantizationType | str = QuantizationType.NF4
     block_size: int = 64
     simulate: bool = False
     use_kernel: bool = True
+    axis: Axis = dataclasses.field(default=None, kw_only=True)
+    scaled: bool = dataclasses.field(default=True, kw_only=True)
+    double_quant: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", quantization_type(self.dtype))
+        object.__setattr__(self, "dtype", _known_type(self.dtype))
         object.__setattr__(self, "block_size", checked_block(self.block_size, MAX_BLOCK))
-        for name in ("simulate", "use_kernel"):
+        object.__setattr__(self, "axis", _checked_axis(self.axis))
+        for name in ("simulate", "use_kernel", "scaled", "double_quant"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        for name in ("block_size", "scaled", "double_quant"):
+            if name not in self.format.options and getattr(self, name) != _default(name):
+                takers = " and ".join(f'"{kind}"' for kind, row in FORMATS.items() if name in row.options)
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no meaning for '{self.dtype}': it is an option of {takers}. "
+                    "Leave it out, or choose such a format."
+                )
+
+    @property
+    def format(self) -> Format:
+        """The row of the table of formats."""
+        return FORMATS[QuantizationType(self.dtype)]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        """The documented fields, and those of the others that have been changed."""
+        fields = dataclasses.asdict(self)
+        kept = {k: v for k, v in fields.items() if k in _DOCUMENTED or v != _default(k)}
+        return json.dumps(kept)
 
     @classmethod
     def from_json(cls, text: str) -> QuantizationConfig:
-        """The configuration `to_json` wrote."""
+        """The configuration `to_json` wrote, in this version of the library or an earlier one."""
         fields, allowed = json.loads(text), [f.name for f in dataclasses.fields(cls)]
         if not isinstance(fields, dict) or not set(fields) <= set(allowed):
             raise TypeError(f"a configuration is a JSON object with some of the fields {allowed}, got {text}.")
+        # Earlier versions wrote a block size for every format, whatever it was.
+        if "block_size" in fields and "block_size" not in FORMATS[_known_type(fields.get("dtype", "nf4"))].options:
+            fields["block_size"] = _default("block_size")
         return cls(**fields)
+
+
+_DOCUMENTED = ("dtype", "block_size", "simulate", "use_kernel")
+
+
+def _default(name: str) -> Any:
+    return QuantizationConfig.__dataclass_fields__[name].default
+
+
+def _known_type(name: QuantizationType | str) -> QuantizationType:
+    try:
+        return QuantizationType(name)
+    except ValueError as err:
+        supported = ", ".join(t.value for t in QuantizationType)
+        raise ValueError(f"Unsupported quantization type: {name!r}. Supported types: {supported}.") from err
+
+
+def _checked_axis(axis: Any) -> Axis:
+    if axis is None:
+        return None
+    return tuple(as_index(a, "axis") for a in axis) if isinstance(axis, (list, tuple)) else as_index(axis, "axis")
 
 
 def quantize(
@@ -81,7 +114,7 @@ def quantize(
     block_size: int = 64,
     simulate: bool = False,
     *,
-    axis: int | tuple[int, ...] | None = None,
+    axis: Axis = None,
     scaled: bool = True,
     double_quant: bool = False,
 ) -> Any:
@@ -89,7 +122,8 @@ def quantize(
 
     Args:
         array: what to quantize; its sharding is kept.
-        config: overrides `dtype`, `block_size` and `simulate`.
+        config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
+            they contradict it.
         dtype: the format, by default NF4.
         block_size: values that share one absmax (NF4).
         simulate: give a dense array with quantized values and straight-through gradients instead.
@@ -97,17 +131,9 @@ def quantize(
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
     """
-    config = _chosen(config, dtype, block_size, simulate)
-    _check_options(config, scaled, double_quant)
-    if config.simulate:
-        return straight_through(array, config, axis=axis, scaled=scaled, double_quant=double_quant)
-    if config.dtype is QuantizationType.NF4:
-        made: Any = ArrayNF4.quantize(array, config.block_size, axis=axis, double_quant=double_quant)  # pyright: ignore[reportArgumentType]
-    elif config.dtype is QuantizationType.INT8:
-        made = Array8B.quantize(array, axis=axis)
-    else:
-        made = Array1B.from_float(array, config.dtype.value, axis=axis, scale=_scale_kind(scaled))  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
-    return made if config.use_kernel else made.replaced(use_kernel=False)
+    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant}
+    chosen = _chosen(config, dtype, block_size, simulate, options)
+    return _simulated(array, chosen) if chosen.simulate else _encoded(array, chosen)
 
 
 def straight_through(
@@ -116,44 +142,68 @@ def straight_through(
     dtype: QuantizationType | str | None = None,
     block_size: int = 64,
     *,
-    axis: int | tuple[int, ...] | None = None,
+    axis: Axis = None,
     scaled: bool = True,
     double_quant: bool = False,
 ) -> jax.Array:
     """`quantize(...).materialize()` whose gradient is that of `array` itself, for training with quantized weights."""
-    config = _chosen(config, dtype, block_size, simulate=True)
-    _check_options(config, scaled, double_quant)
-    if config.dtype is QuantizationType.NF4:
-        return straight_through_nf4(array, config.block_size, axis=axis, double_quant=double_quant)
-    if config.dtype is QuantizationType.INT8:
-        return straight_through_8bit(array, axis=axis)
-    return straight_through_1bit(array, config.dtype.value, axis=axis, scale=_scale_kind(scaled))  # pyright: ignore[reportAttributeAccessIssue]
+    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant}
+    return _simulated(array, _chosen(config, dtype, block_size, True, options))
 
 
-def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any) -> QuantizationConfig:
-    """The configuration given, or one made of the other arguments."""
+def _encoded(array: jax.Array, config: QuantizationConfig) -> Any:
+    made = config.format.encode(array, config)
+    return made if config.use_kernel else made.replaced(use_kernel=False)
+
+
+_simulated = ste(_encoded)
+
+
+def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any, options: dict[str, Any]) -> QuantizationConfig:
+    """The configuration given, with the options that were given beside it, or one made of the other arguments."""
     if config is None:
-        return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate)
+        return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate, **options)
     if not isinstance(config, QuantizationConfig):
         raise TypeError(
             f"config={config!r} is of type {type(config).__name__}, but must be a QuantizationConfig or None. "
             'Name a format with dtype=, as in quantize(w, dtype="nf4"); make a configuration with '
             "QuantizationConfig(**options)."
         )
-    return config
+    given = {name: value for name, value in options.items() if value is not _default(name)}
+    for name, value in given.items():
+        if getattr(config, name) not in (_default(name), value):
+            raise ValueError(
+                f"{name}={value!r} contradicts the configuration, which has {name}={getattr(config, name)!r}. "
+                "Give it once."
+            )
+    return dataclasses.replace(config, **given) if given else config
 
 
-def _check_options(config: QuantizationConfig, scaled: Any, double_quant: Any) -> None:
-    """Refuse options that are no booleans, or that the format would ignore."""
-    for name, value in (("scaled", scaled), ("double_quant", double_quant)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-    kind = str(config.dtype)
-    if double_quant and kind != "nf4":
-        raise ValueError(f'double_quant=True has no meaning for {kind!r}: only "nf4" has an absmax to compress.')
-    if not scaled and kind not in ("ternary", "binary"):
-        raise ValueError(f'scaled=False has no meaning for {kind!r}: only "ternary" and "binary" have bare codes.')
+def quantize_stack(array: Any, config: QuantizationConfig, batch: int) -> Any:
+    """`quantize(array, config)`, where `batch` leading axes number matrices that are quantized one by one."""
+    axis, ndim = -2 if config.axis is None else config.axis, len(array.shape)
+    if not config.format.needs_whole_matrix or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        return quantize(array, config)  # what is encoded along one axis does not see the other matrices
+    batch = min(batch, axis % ndim)  # an axis that values are packed along numbers no matrices
+    if not batch:
+        return quantize(array, config)
+    inner = dataclasses.replace(config, axis=axis % ndim - ndim)
+
+    def run(matrix: Any) -> Any:
+        return quantize(matrix, inner)
+
+    for _ in range(batch):
+        run = jax.vmap(run)
+    made = run(array)
+    sharding = None if isinstance(array, compat.Tracer) else getattr(array, "sharding", None)
+    split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+    return made.with_sharding(sharding) if split and hasattr(made, "with_sharding") else made
 
 
-def _scale_kind(scaled: bool) -> Literal["channel"] | None:
-    return "channel" if scaled else None
+def config_of(q: Any) -> QuantizationConfig | None:
+    """The configuration that quantizes as this array was quantized; None for a type that is not in the table."""
+    found = [kind for kind, row in FORMATS.items() if isinstance(q, row.array) and kind == q.format]
+    if not found:
+        return None
+    options = FORMATS[found[0]].options_of(q)
+    return QuantizationConfig(found[0], use_kernel=q.use_kernel, axis=q.axis or None, **options)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from eformer._core import ste
 
+from .config import QuantizationConfig, quantize_stack
 from .paths import open_tree
 from .plan import MIN_SIZE, SKIP, plan
 from .rules import Choice
-from .tree import encode
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -38,19 +38,21 @@ def fake_quantize_tree(
     (16, 64)
     """
     tree = open_tree(params)
+    planned = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
+    planned.warn()
     results = []
-    for decision in plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip):
-        value, recipe = decision.leaf.value, decision.recipe
-        if recipe is not None:
-            real = dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, simulate=False))
+    for decision in planned.decisions:
+        value = decision.leaf.value
+        if decision.config is not None:
+            real = dataclasses.replace(decision.config, simulate=False)
             value = _blend(value, real, decision.role.batch, jnp.asarray(strength, jnp.float32))
         results.append(value)
     return tree.rebuild(results)
 
 
 @ste
-def _blend(value: Any, recipe: Any, batch: int, strength: jax.Array) -> Any:
-    dense = encode(recipe, value, batch).materialize()
+def _blend(value: Any, config: QuantizationConfig, batch: int, strength: jax.Array) -> Any:
+    dense = quantize_stack(value, config, batch).materialize()
     # Not `value + 1 * (dense - value)`: at full strength the values are those of the quantized model, to the bit.
     mixed = (1 - strength) * value + strength * dense
     return jnp.where(strength >= 1, dense, mixed.astype(dense.dtype))

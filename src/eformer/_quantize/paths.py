@@ -6,6 +6,7 @@ Implicit arrays are leaves. NNX modules are opened with `nnx.split`, which sees 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,6 +27,11 @@ class Leaf:
     @property
     def path(self) -> str:
         return "/".join(self.names)
+
+
+def named_leaf(name: str, value: Any) -> Leaf:
+    """A leaf of a file, whose names are joined by dots or slashes."""
+    return Leaf(tuple(re.split(r"[./]", name)), value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What becomes of every leaf, decided before anything is computed."""
+"""What becomes of every leaf, decided before anything is computed: for models in memory, for files, for a dry run."""
 
 from __future__ import annotations
 
@@ -8,29 +8,49 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from eformer._core import ImplicitArray
+from eformer._formats.checks import FLOATS
 from eformer.errors import UnusedRuleWarning
 
-from .config import QuantizationConfig
+from .config import Axis, QuantizationConfig
 from .paths import Leaf
 from .roles import GROUPS, Role, roles_of
-from .rules import Choice, Recipe, Rules, recipe
+from .rules import Choice, Rules, Unused, as_config
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
 SKIP = ("norms", "biases", "routers", "positions")
 MIN_SIZE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A leaf, its role, how to quantize it (None: it stays as it is) and why it stays."""
+    """A leaf, its role, how to quantize it (None: it stays as it is), why it stays, and the pattern that decided."""
 
     leaf: Leaf
     role: Role
-    recipe: Recipe | None
+    config: QuantizationConfig | None
     reason: str = ""
+    rule: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decision for every leaf, in order; the rules that decided nothing, and those whose leaves stay all the same."""
+
+    decisions: tuple[Decision, ...]
+    unused: tuple[Unused, ...]
+    without_effect: tuple[str, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for every rule that might as well not be there."""
+        return [*map(str, self.unused), *self.without_effect]
+
+    def warn(self) -> None:
+        """Name such rules to the caller of the caller."""
+        if self.warnings:
+            near = ", ".join(repr(d.leaf.path) for d in self.decisions[:3])
+            hint = f"paths look like {near}; `skip=` and `min_size=` decide which of them may be quantized"
+            warnings.warn("\n".join([*self.warnings, hint]), UnusedRuleWarning, stacklevel=3)
 
 
 def plan(
@@ -40,24 +60,29 @@ def plan(
     default: Choice = "nf4",
     min_size: int = MIN_SIZE,
     skip: Iterable[str] = SKIP,
-) -> list[Decision]:
-    """Decide for every leaf; rules that decide nothing are named in a warning."""
-    if isinstance(rules, (str, QuantizationConfig, Recipe)):  # one choice for everything
+    axis: Axis = None,
+) -> Plan:
+    """Decide for every leaf by the rules, its name, its shape and its neighbours.
+
+    Only shapes and dtypes are looked at. Arguments are those of `quantize_tree`; `axis` is for rules that name none.
+    """
+    if isinstance(rules, (str, QuantizationConfig)):  # one choice for everything
         rules, default = None, rules
-    ordered, fallback = Rules({} if rules is None else rules), recipe(default)
+    ordered, fallback = Rules({} if rules is None else rules), as_config(default)
     kinds = skipped_kinds(skip)
     if min_size < 0:
         raise ValueError(f"min_size={min_size} is not allowed; give a number of values, 0 or more.")
-    decisions, obstacles = [], {}
+    decisions = []
     for leaf, role in zip(leaves, roles_of(leaves), strict=True):
         rule = ordered.first(leaf.path)
-        wanted = fallback if rule is None else rule.recipe
-        why = "a rule keeps it" if wanted is None else obstacle(leaf, role, min_size, kinds)
-        if rule is not None and rule.recipe is not None:
-            obstacles.setdefault(rule.pattern, []).append((leaf.path, why))
-        decisions.append(Decision(leaf, role, None if why else _with_axis(wanted, role), why))
-    _report_unused(ordered, [leaf.path for leaf in leaves], obstacles)
-    return decisions
+        wanted = fallback if rule is None else rule.config
+        why = "a rule keeps it" if wanted is None else _obstacle(leaf.value, role, min_size, kinds)
+        config = None if wanted is None or why else _with_axis(wanted, role, axis)
+        decisions.append(Decision(leaf, role, config, why, None if rule is None else rule.pattern))
+    unused = ordered.unused(leaf.path for leaf in leaves)
+    asking = [rule.pattern for rule in ordered if rule.config is not None]
+    without_effect = [line for pattern in asking if (line := _without_effect(pattern, decisions))]
+    return Plan(tuple(decisions), tuple(unused), tuple(without_effect))
 
 
 def skipped_kinds(skip: Iterable[str]) -> frozenset[str]:
@@ -72,37 +97,33 @@ def skipped_kinds(skip: Iterable[str]) -> frozenset[str]:
     return frozenset(GROUPS[name] for name in names)
 
 
-def obstacle(leaf: Leaf, role: Role, min_size: int, skip: frozenset[str]) -> str:
+def _obstacle(value: Any, role: Role, min_size: int, skip: frozenset[str]) -> str:
     """Why a leaf cannot or should not be quantized, or nothing."""
-    value = leaf.value
     if isinstance(value, ImplicitArray):
         return "it is quantized already"
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         return "it is not an array"
-    if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.name not in FLOATS:
+    if value.dtype.name not in FLOATS:
         return f"its dtype is {value.dtype.name}"
     if role.kind in skip:
         return f"it is a {role.kind}"
-    size = math.prod(value.shape)
     if len(value.shape) < 2:
-        return "it is no matrix"
+        return "it is not a matrix"
+    size = math.prod(value.shape)
     return f"it has {size} values, fewer than {min_size}" if size < min_size or not size else ""
 
 
-def _with_axis(chosen: Recipe | None, role: Role) -> Recipe | None:
-    if chosen is None or chosen.axis is not None:
-        return chosen
-    return dataclasses.replace(chosen, axis=role.axis(str(chosen.config.dtype)))
+def _with_axis(wanted: QuantizationConfig, role: Role, axis: Axis) -> QuantizationConfig:
+    if wanted.axis is not None:
+        return wanted
+    return dataclasses.replace(wanted, axis=role.axis(wanted.format.scales_many_axes) if axis is None else axis)
 
 
-def _report_unused(rules: Rules, paths: Sequence[str], obstacles: dict[str, list[tuple[str, str]]]) -> None:
-    lines = [str(unused) for unused in rules.unused(paths)]
-    for pattern, found in obstacles.items():
-        if all(why for _, why in found):
-            path, why = found[0]
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            lines.append(f"rule {pattern!r} quantizes nothing: {path!r}{more} stays as it is because {why}")
-    if lines:
-        near = ", ".join(map(repr, paths[:3]))
-        lines.append(f"paths look like {near}; `skip=` and `min_size=` decide which of them may be quantized")
-        warnings.warn("\n".join(lines), UnusedRuleWarning, stacklevel=4)
+def _without_effect(pattern: str, decisions: Sequence[Decision]) -> str:
+    """What to say of a rule if all leaves it decided stay as they are."""
+    decided = [d for d in decisions if d.rule == pattern]
+    if not decided or any(d.config is not None for d in decided):
+        return ""
+    more = f" (and {len(decided) - 1} more)" if len(decided) > 1 else ""
+    first = f"{decided[0].leaf.path!r}{more} stays as it is because {decided[0].reason}"
+    return f"rule {pattern!r} quantizes nothing: {first}"

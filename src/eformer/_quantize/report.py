@@ -92,7 +92,7 @@ def report(params: Any, original: Any = None) -> Report:
         params: the model, quantized or not.
         original: the same model before, to measure errors against. Its leaves are compared one at a time.
 
-    >>> from .quantize import quantize_tree
+    >>> from .tree import quantize_tree
     >>> model = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 128)), "bias": jnp.zeros(128)}}
     >>> print(report(quantize_tree(model, donate=False), model))
     path       format   shape     bytes  bits/weight  rel. error  SQNR dB

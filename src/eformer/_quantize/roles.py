@@ -51,16 +51,17 @@ class Role:
     outputs: tuple[int, ...] = (-1,)
     batch: int = 0  # leading axes that number matrices: layers of a stack, experts
 
-    def axis(self, fmt: str) -> int | tuple[int, ...]:
+    def axis(self, scales_many_axes: bool) -> int | tuple[int, ...]:
         """The axis to quantize along.
 
-        Embeddings: the last, so that a row is looked up whole. Else the contracted one. INT8 shares its scale along all
-        contracted axes. Formats in blocks have one blocked axis; where several are contracted (the output kernel of
-        attention) it is the last: the product is then one matrix product, instead of one per head and a sum.
+        Embeddings: the last, so that a row is looked up whole. Else the contracted one. A format whose scale may serve
+        several axes (INT8) takes all contracted ones. Formats in blocks have one blocked axis; where several are
+        contracted (the output kernel of attention) it is the last: the product is then one matrix product, instead of
+        one per head and a sum.
         """
         if self.kind == "embedding":
             return -1
-        if fmt == "int8":
+        if scales_many_axes:
             return self.inputs
         return self.inputs[0] if len(self.inputs) == 1 else -1
 

@@ -12,60 +12,34 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .config import QuantizationConfig, QuantizationType, quantize
+from .config import QuantizationConfig
+from .formats import QuantizationType
 
 _REGEX = "re:"
-_EXTRAS = ("axis", "scaled", "double_quant")
+
+Choice = QuantizationConfig | QuantizationType | str | Mapping[str, Any] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A configuration and the options of `quantize` it does not hold."""
+def as_config(choice: Choice) -> QuantizationConfig | None:
+    """What a rule asks for: a format name, a configuration, or a mapping of its fields; None keeps the leaf dense.
 
-    config: QuantizationConfig
-    axis: int | tuple[int, ...] | None = None
-    scaled: bool = True
-    double_quant: bool = False
-
-    def quantize(self, array: Any) -> Any:
-        """`array` quantized as this recipe says."""
-        return quantize(array, self.config, axis=self.axis, scaled=self.scaled, double_quant=self.double_quant)
-
-    def describe(self) -> dict[str, Any]:
-        """A dictionary `recipe` accepts and JSON can hold."""
-        extras = {name: getattr(self, name) for name in _EXTRAS}
-        return {**dataclasses.asdict(self.config), "dtype": str(self.config.dtype), **extras}
-
-
-Choice = Recipe | QuantizationConfig | QuantizationType | str | Mapping[str, Any] | None
-
-
-def recipe(choice: Choice) -> Recipe | None:
-    """What a rule asks for: a format name, a configuration, or a mapping with options of both; None keeps it dense.
-
-    >>> recipe({"dtype": "nf4", "block_size": 32, "double_quant": True}).double_quant
+    >>> as_config({"dtype": "nf4", "block_size": 32, "double_quant": True}).double_quant
     True
     """
-    if choice is None or isinstance(choice, Recipe):
+    if choice is None or isinstance(choice, QuantizationConfig):
         return choice
-    if isinstance(choice, QuantizationConfig):
-        return Recipe(choice)
     if isinstance(choice, str):
-        return Recipe(QuantizationConfig(choice))
+        return QuantizationConfig(choice)
     if not isinstance(choice, Mapping):
         raise TypeError(
             f"a rule asks for {choice!r} of type {type(choice).__name__}; allowed are a format name, a "
-            "QuantizationConfig, a mapping of their options, or None."
+            "QuantizationConfig, a mapping of its options, or None."
         )
-    fields = [f.name for f in dataclasses.fields(QuantizationConfig)]
-    unknown = sorted(set(choice) - {*fields, *_EXTRAS})
+    allowed = [f.name for f in dataclasses.fields(QuantizationConfig)]
+    unknown = sorted(set(choice) - set(allowed))
     if unknown:
-        raise ValueError(f"a rule has unknown options {unknown}; allowed are {[*fields, *_EXTRAS]}.")
-    options = dict(choice)
-    extras = {name: options.pop(name) for name in _EXTRAS if name in options}
-    if isinstance(extras.get("axis"), list):
-        extras["axis"] = tuple(extras["axis"])
-    return Recipe(QuantizationConfig(**options), **extras)
+        raise ValueError(f"a rule has unknown options {unknown}; allowed are {allowed}.")
+    return QuantizationConfig(**choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +47,7 @@ class Rule:
     """One pattern and what it asks for."""
 
     pattern: str
-    recipe: Recipe | None
+    config: QuantizationConfig | None
     _compiled: re.Pattern[str] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,34 +85,24 @@ class Rules(Sequence[Rule]):
     """An ordered list of rules.
 
     >>> rules = Rules({"*norm*": None, "*embed*": "int8", "re:attn.(q|k)": "nf4"})
-    >>> rules.first("layers.0.attn.q").recipe.config.dtype
+    >>> rules.first("layers.0.attn.q").config.dtype
     <QuantizationType.NF4: 'nf4'>
     >>> print(*rules.unused(["layers/0/norm", "layers/0/attn/q"]))
     rule '*embed*' matches no path
     """
 
-    def __init__(self, rules: Rules | Mapping[str, Choice] | Iterable[tuple[str, Choice]] | Choice):
-        if isinstance(rules, Rules):
-            pairs: Any = [(rule.pattern, rule.recipe) for rule in rules]
-        elif isinstance(rules, Mapping):
-            pairs = rules.items()
-        elif rules is None or isinstance(rules, (str, QuantizationConfig, Recipe)):
-            pairs = [("*", rules)]  # one choice for everything
-        else:
-            pairs = list(rules)
+    def __init__(self, rules: Mapping[str, Choice] | Iterable[tuple[str, Choice]]):
+        pairs: Any = list(rules.items() if isinstance(rules, Mapping) else rules)
         wrong = [pair for pair in pairs if not (isinstance(pair, (tuple, list)) and len(pair) == 2)]
         if wrong:
             raise TypeError(f"rules are pairs (pattern, format), got {wrong[0]!r}.")
-        self._rules = tuple(Rule(pattern, recipe(choice)) for pattern, choice in pairs)
+        self._rules = tuple(Rule(pattern, as_config(choice)) for pattern, choice in pairs)
 
     def __len__(self) -> int:
         return len(self._rules)
 
     def __getitem__(self, index: Any) -> Any:
         return self._rules[index]
-
-    def __repr__(self) -> str:
-        return f"Rules({[(rule.pattern, rule.recipe) for rule in self._rules]})"
 
     def first(self, path: str) -> Rule | None:
         """The first rule that matches, or None."""
@@ -158,10 +122,6 @@ class Rules(Sequence[Rule]):
             for i, rule in enumerate(self._rules)
             if i not in deciding
         ]
-
-    def describe(self) -> list[list[Any]]:
-        """Pairs that JSON can hold and that make equal rules."""
-        return [[rule.pattern, None if rule.recipe is None else rule.recipe.describe()] for rule in self._rules]
 
 
 def _slashed(path: str) -> str:

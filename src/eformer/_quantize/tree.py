@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,10 +13,11 @@ import numpy as np
 from eformer import _jax as compat
 from eformer._core import ImplicitArray, materialize
 
+from .config import quantize_stack
 from .paths import open_tree
 from .plan import MIN_SIZE, SKIP, Decision, plan
 from .progress import Progress, Reporter, reporter
-from .rules import Choice, Recipe
+from .rules import Choice
 
 
 def quantize_tree(
@@ -57,16 +57,18 @@ def quantize_tree(
     ArrayNF4(float32[64,64], nf4, 4.50 bits per weight)
     """
     tree = open_tree(params)
-    decisions = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
+    planned = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
+    planned.warn()
+    decisions = planned.decisions
     if abstract:
         return tree.rebuild(_abstract(d) for d in decisions)
-    total = sum(_nbytes(d.leaf.value) for d in decisions if d.recipe is not None)
+    total = sum(_nbytes(d.leaf.value) for d in decisions if d.config is not None)
     arrays = _alive(decisions)
     done, made, kept, results = 0, {}, _kept(decisions), []
     with reporter(progress, "quantizing") as tell:
         for decision in decisions:
             value = decision.leaf.value
-            if decision.recipe is not None:
+            if decision.config is not None:
                 if id(value) not in made:
                     made[id(value)] = _quantized(decision, donate and (not kept or kept.isdisjoint(_memory(value))))
                     made |= {id(x): made[id(value)] for x in arrays if x.is_deleted() and id(x) not in made}
@@ -92,29 +94,12 @@ def dequantize_tree(params: Any, dtype: Any = None) -> Any:
     return tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in tree.leaves)
 
 
-def encode(recipe: Recipe, value: Any, batch: int) -> Any:
-    """`value` quantized; every matrix of a stack (`batch` leading axes) as if it stood alone."""
-    axis, ndim = -2 if recipe.axis is None else recipe.axis, len(value.shape)
-    if recipe.config.dtype != "ternary" or not isinstance(axis, int) or not -ndim <= axis < ndim:
-        return recipe.quantize(value)  # all other formats look along one axis only
-    batch = min(batch, axis % ndim)  # an axis that values are packed along numbers no matrices
-    if not batch:
-        return recipe.quantize(value)
-    run: Any = dataclasses.replace(recipe, axis=axis % ndim - ndim).quantize
-    for _ in range(batch):
-        run = jax.vmap(run)
-    made = run(value)
-    sharding = None if isinstance(value, compat.Tracer) else getattr(value, "sharding", None)
-    split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
-    return made.with_sharding(sharding) if split and hasattr(made, "with_sharding") else made
-
-
 # Two arrays may share memory, as those that `device_put` makes of tied weights do: to free one frees both.
 
 
 def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
     """The JAX arrays to quantize, if nobody has freed one of them."""
-    found = {d.leaf.path: d.leaf.value for d in decisions if d.recipe is not None and _is_concrete(d.leaf.value)}
+    found = {d.leaf.path: d.leaf.value for d in decisions if d.config is not None and _is_concrete(d.leaf.value)}
     lost = [path for path, value in found.items() if value.is_deleted()]
     if lost:
         raise ValueError(
@@ -130,8 +115,8 @@ def _is_concrete(value: Any) -> bool:
 
 def _kept(decisions: Sequence[Decision]) -> set[Any]:
     """The memory of arrays that stay, alone or inside an implicit array, and that may be one of those to quantize."""
-    shapes = {_look(d.leaf.value) for d in decisions if d.recipe is not None}
-    stay = [x for d in decisions if d.recipe is None for x in jax.tree.leaves(d.leaf.value) if _look(x) in shapes]
+    shapes = {_look(d.leaf.value) for d in decisions if d.config is not None}
+    stay = [x for d in decisions if d.config is None for x in jax.tree.leaves(d.leaf.value) if _look(x) in shapes]
     return {place for x in stay for place in _memory(x)}
 
 
@@ -147,15 +132,15 @@ def _memory(value: Any) -> list[Any]:
 
 
 def _quantized(decision: Decision, donate: bool) -> Any:
-    value, recipe = decision.leaf.value, decision.recipe
-    if recipe is None:
+    value, config = decision.leaf.value, decision.config
+    if config is None:
         raise ValueError(f"{decision.leaf.path!r} is not to be quantized: {decision.reason}.")
     ours = not isinstance(value, jax.Array)  # a copy on the device that nobody else holds
     try:
         dense = jnp.asarray(np.asarray(value, _native(value))) if ours else value
-        made = encode(recipe, dense, decision.role.batch)
+        made = quantize_stack(dense, config, decision.role.batch)
     except (TypeError, ValueError) as err:
-        err.add_note(f"while quantizing {decision.leaf.path!r} as {recipe}")
+        err.add_note(f"while quantizing {decision.leaf.path!r} as {config}")
         raise
     if (donate or ours) and not isinstance(dense, compat.Tracer) and made is not dense:
         jax.block_until_ready(jax.tree.leaves(made))
@@ -169,13 +154,15 @@ def _native(value: Any) -> np.dtype:
 
 
 def _abstract(decision: Decision) -> Any:
-    value, recipe = decision.leaf.value, decision.recipe
+    value, config = decision.leaf.value, decision.config
     if isinstance(value, ImplicitArray) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return jax.tree.map(_struct, value) if isinstance(value, ImplicitArray) else value
-    if recipe is None:
+    if config is None:
         return _struct(value)
     dtype = jax.dtypes.canonicalize_dtype(_native(value))
-    return jax.eval_shape(lambda w: encode(recipe, w, decision.role.batch), jax.ShapeDtypeStruct(value.shape, dtype))
+    return jax.eval_shape(
+        lambda w: quantize_stack(w, config, decision.role.batch), jax.ShapeDtypeStruct(value.shape, dtype)
+    )
 
 
 def _struct(value: Any) -> jax.ShapeDtypeStruct:

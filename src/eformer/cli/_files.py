@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from eformer.serialization._inspect import tensors as tensors
 
 from ._fail import Failure
 
-__all__ = ["Leaves", "Tensor", "check_exists", "open_checkpoint", "shortened", "size_of", "tensors"]
+__all__ = ["Tensor", "check_exists", "open_checkpoint", "shortened", "tensors"]
 
 
 def check_exists(path: Path) -> None:
@@ -41,27 +39,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= 200 else f"{value[:200]}... ({len(value):,} characters)"
     return f"{len(value):,} values" if hasattr(value, "__len__") else str(value)
-
-
-class Leaves(Mapping[str, Any]):
-    """The leaves of a checkpoint by name, each read when it is asked for."""
-
-    def __init__(self, opened: LazyCheckpoint | GgufFile):
-        self._opened = opened
-
-    def __getitem__(self, name: str) -> Any:
-        return self._opened[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._opened)
-
-    def __len__(self) -> int:
-        return len(self._opened)
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all the files an index names."""
-    if path.suffix == ".json":
-        names = set(json.loads(path.read_text())["weight_map"].values())
-        return sum(os.path.getsize(path.parent / name) for name in names)
-    return os.path.getsize(path)

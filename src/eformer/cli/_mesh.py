@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from eformer._quantize.paths import Leaf
+from eformer._quantize.paths import named_leaf
 from eformer._quantize.roles import Role, roles_of
 from eformer.errors import CheckpointError
 from eformer.serialization._placement import specs_of
@@ -107,7 +107,7 @@ def placements(
     unused = [p for p, _ in given if not any(_matches(p, name) for name in arrays)]
     if unused:
         raise WrongUse(f"--spec {unused[0]!r} matches no leaf; names look like {list(arrays)[:3]}.")
-    roles = roles_of([Leaf(tuple(re.split(r"[./]", name)), value) for name, value in arrays.items()])
+    roles = roles_of([named_leaf(name, value) for name, value in arrays.items()])
     found = []
     for (name, value), role in zip(arrays.items(), roles, strict=True):
         wanted = next((spec for pattern, spec in given if _matches(pattern, name)), None)

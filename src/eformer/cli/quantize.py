@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from eformer._quantize.plan import MIN_SIZE, SKIP
-from eformer._quantize.progress import Progress, reporter
+from eformer._quantize.progress import reporter
 from eformer._quantize.roles import GROUPS
 from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
-from eformer.serialization import StreamReport, quantize_file
+from eformer.serialization import GgufFile, StreamReport
+from eformer.serialization._source import open_source
+from eformer.serialization._stream import plan_source, write_quantized
 
 from . import _files, _rules
 from ._fail import OK, WrongUse
@@ -55,30 +57,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Quantize the file; rules that decided nothing are named on the way."""
-    opened = _files.open_checkpoint(options.source)
-    decided = _rules.decide(_files.tensors(opened), _rules.from_options(options))
+    _files.check_exists(options.source)
+    source = open_source(options.source)
+    try:
+        planned = plan_source(source, **_rules.from_options(options))
+    except (TypeError, ValueError) as err:
+        raise WrongUse(str(err)) from err
     if options.dry_run:
-        found = _rules.described(decided)
+        found = _rules.described(planned)
         print_json(found) if options.json else show_plan(found)
         return OK
-    notes = _rules.tokenizer_notes(opened)
+    size, notes = options.max_shard_size, tokenizer_notes(source.opened)
     with reporter(False if options.quiet else None, "quantizing") as tell:
         try:
-            done = quantize_file(
-                options.source,
-                options.target,
-                decided.rules,
-                max_shard_size=options.max_shard_size,
-                metadata=notes,
-                progress=lambda step: tell(Progress(step.name, step.done, step.total)),
-            )
+            done = write_quantized(source, planned, options.target, max_shard_size=size, metadata=notes, progress=tell)
         except CheckpointError:
             raise
         except ValueError as err:  # a size that cannot be read
             raise WrongUse(str(err)) from err
-    found = summary(done, decided.warnings)
+    found = summary(done, planned.warnings)
     print_json(found) if options.json else show(found)
     return OK
+
+
+def tokenizer_notes(opened: Any) -> dict[str, str]:
+    """What `eformer generate` needs of a GGUF file besides its tensors and the numbers that are kept anyway."""
+    if not isinstance(opened, GgufFile):
+        return {}
+    lists = {k: v for k, v in opened.metadata.items() if k.startswith("tokenizer.") and not isinstance(v, str)}
+    return {"tokenizer": json.dumps(lists, default=lambda array: array.tolist())} if lists else {}
 
 
 def summary(done: StreamReport, warnings: list[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report, and draw it if asked to."""
-    leaves = dict(_files.Leaves(_files.open_checkpoint(options.file)))
+    leaves = dict(_files.open_checkpoint(options.file))
     found = report_of(leaves, None if options.against is None else _original(options.against, leaves))
     if options.plot is not None:
         try:

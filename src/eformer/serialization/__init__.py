@@ -12,6 +12,7 @@ ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
 from __future__ import annotations
 
 from eformer._formats.grouped.array import GroupedArray as GroupedArray
+from eformer._quantize.progress import Progress as Progress
 from eformer.errors import CheckpointError as CheckpointError
 from eformer.errors import ProcessError as ProcessError
 
@@ -37,7 +38,6 @@ from ._load import load as load
 from ._save import save as save
 from ._state import from_state_dict as from_state_dict
 from ._state import to_state_dict as to_state_dict
-from ._stream import Progress as Progress
 from ._stream import StreamReport as StreamReport
 from ._stream import quantize_file as quantize_file
 from ._types import register_type as register_type

@@ -18,7 +18,7 @@ from eformer.errors import CheckpointError
 
 from ._dtypes import fits_jax
 from ._gguf_blocks import DECODERS
-from ._gguf_header import GgufTensor, parse_gguf
+from ._gguf_header import MAGIC, GgufTensor, parse_gguf
 from ._mapped import aligned_empty, open_regular
 
 _CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache
@@ -126,6 +126,14 @@ class GgufFile(Mapping[str, Any]):
         return GroupedArray(
             codes, jax.device_put(np.ascontiguousarray(numbers[..., 0])), offset, zero=zero, dtype=dtype
         )
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Does an ordinary file of that name begin as GGUF files do?"""
+    if not os.path.isfile(path):
+        return False
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufFile:

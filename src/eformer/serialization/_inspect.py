@@ -5,15 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 from eformer import _table
 
-from ._gguf import GgufFile, open_gguf
+from ._gguf import GgufFile, is_gguf, open_gguf
 from ._lazy import LazyCheckpoint, open_lazy
-
-_MAGIC = b"GGUF"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +79,7 @@ def inspect(file: str | os.PathLike[str]) -> FileReport:
 
 def open_checkpoint(file: str | os.PathLike[str]) -> LazyCheckpoint | GgufFile:
     """A checkpoint of either kind, by its first bytes; its leaves are not read."""
-    path = Path(file)
-    if path.is_file():
-        with open(path, "rb") as stream:
-            if stream.read(len(_MAGIC)) == _MAGIC:
-                return open_gguf(path)
-    return open_lazy(path)
+    return open_gguf(file) if is_gguf(file) else open_lazy(file)
 
 
 def tensors(opened: LazyCheckpoint | GgufFile) -> list[StoredTensor]:

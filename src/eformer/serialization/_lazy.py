@@ -73,21 +73,20 @@ class LazyCheckpoint(NamedLeaves):
             return self._finish(self._owners[name].read(name, index))
         name = self.known(name)
         with about(self.path, name):
-            leaf, tensors = self._abstract(name)
+            leaf, tensors = self.abstract(name)
             if isinstance(leaf, (QuantizedArray, LoraArray)):
                 read: Any = _slices.read if isinstance(leaf, QuantizedArray) else _slices.read_lora
                 return read(leaf, tensors, index, lambda t, i: self._on_device(self._owners[t].read(t, i)))
             raise CheckpointError(
                 f"is of type {type(leaf).__name__}, of which no slices can be read.",
-                fix=f"Read slices of its tensors by their own names: {', '.join(map(repr, self._tensors[name]))}.",
+                fix=f"Read slices of its tensors by their own names: {', '.join(map(repr, self.tensors[name]))}.",
             )
 
     def info(self, name: str) -> LeafInfo:
         """Format, shape, dtype and size of a leaf."""
         name = self.known(name)
-        with about(self.path, name):
-            leaf, _ = self._abstract(name)
-        tensors = tuple(self._tensors[name])
+        leaf, _ = self.abstract(name)
+        tensors = tuple(self.tensors[name])
         nbytes = sum(self.entry(tensor).nbytes for tensor in tensors)
         if not hasattr(leaf, "shape"):
             return LeafInfo(name, type(leaf).__name__, (), None, nbytes, tensors)
@@ -99,6 +98,21 @@ class LazyCheckpoint(NamedLeaves):
         if tensor not in self._owners:
             raise CheckpointError("is not in the checkpoint.", file=self.path, tensor=tensor)
         return self._owners[tensor].entry(tensor)
+
+    def abstract(self, name: str) -> tuple[Any, dict[int, str]]:
+        """The leaf with shapes in place of arrays, and which tensor each of these (by id) stands for."""
+        tensors: dict[int, str] = {}
+
+        def fetch(tensor: str, dtype: Any = None, numpy: bool = False) -> jax.ShapeDtypeStruct:
+            del numpy
+            entry = self.entry(tensor)
+            dtype = entry.dtype if dtype is None else dtype
+            made = jax.ShapeDtypeStruct(loaded_shape(entry.shape, entry.dtype, dtype), dtype)
+            tensors[id(made)] = tensor
+            return made
+
+        with about(self.path, name):
+            return restore(self.description(name), fetch), tensors
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -118,22 +132,8 @@ class LazyCheckpoint(NamedLeaves):
         # On the CPU JAX keeps using the memory it is given (also with may_alias=False), so a copy is made here.
         return jax.device_put(array if self._memory_map and array.flags.aligned else owned(array))
 
-    def _abstract(self, name: str) -> tuple[Any, dict[int, str]]:
-        """The leaf with shapes in place of arrays, and which tensor each of these (by id) stands for."""
-        tensors: dict[int, str] = {}
-
-        def fetch(tensor: str, dtype: Any = None, numpy: bool = False) -> jax.ShapeDtypeStruct:
-            del numpy
-            entry = self.entry(tensor)
-            dtype = entry.dtype if dtype is None else dtype
-            made = jax.ShapeDtypeStruct(loaded_shape(entry.shape, entry.dtype, dtype), dtype)
-            tensors[id(made)] = tensor
-            return made
-
-        return restore(self.description(name), fetch), tensors
-
     def _read_sharded(self, name: str, sharding: NamedSharding) -> Any:
-        leaf, tensors = self._abstract(name)
+        leaf, tensors = self.abstract(name)
         by_tensor = child_specs(leaf, tensors, sharding)
         if by_tensor is None:  # no array
             return restore(self.description(name), self._fetch)

@@ -28,20 +28,20 @@ class NamedLeaves(Mapping[str, Any]):
     ):
         self.path, self.structure, self.aliases = path, structure, aliases
         self._descriptions = descriptions
-        self._tensors: dict[str, list[str]] = {}
+        self.tensors: dict[str, list[str]] = {}
         there = dict.fromkeys(tensors)
         used: set[str] = set()
         for name, description in descriptions.items():
             with about(path, name):
-                self._tensors[name] = tensors_of(description)
-            missing = [tensor for tensor in self._tensors[name] if tensor not in there]
+                self.tensors[name] = tensors_of(description)
+            missing = [tensor for tensor in self.tensors[name] if tensor not in there]
             if missing:
                 raise CheckpointError(f"needs {missing[0]!r:.100}, which is not there.", file=path, tensor=name)
-            used.update(self._tensors[name])
+            used.update(self.tensors[name])
         for tensor in there:
-            if tensor not in used and tensor not in self._tensors:
-                self._tensors[tensor] = [tensor]
-        self._tensors = dict(sorted(self._tensors.items(), key=self._order()))
+            if tensor not in used and tensor not in self.tensors:
+                self.tensors[tensor] = [tensor]
+        self.tensors = dict(sorted(self.tensors.items(), key=self._order()))
 
     def _order(self) -> Callable[[tuple[str, Any]], int]:
         """Leaves come in the order of the tree; those it does not mention come last."""
@@ -56,13 +56,13 @@ class NamedLeaves(Mapping[str, Any]):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.tensors)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.tensors)
 
     def __contains__(self, name: object) -> bool:
-        return self.aliases.get(name, name) in self._tensors if isinstance(name, str) else False
+        return self.aliases.get(name, name) in self.tensors if isinstance(name, str) else False
 
     def __getitem__(self, name: str) -> Any:
         return self.read(name)
@@ -70,8 +70,8 @@ class NamedLeaves(Mapping[str, Any]):
     def known(self, name: str) -> str:
         """The leaf a name (or another name of it) stands for."""
         name = self.aliases.get(name, name)
-        if name not in self._tensors:
-            near = [other for other in self._tensors if name.rsplit(".", 1)[-1] in other][:5]
+        if name not in self.tensors:
+            near = [other for other in self.tensors if name.rsplit(".", 1)[-1] in other][:5]
             hint = f"; similar are {near}" if near else ""
             raise KeyError(f"{name!r} is not in {self.path}, which holds {len(self)} leaves{hint}.")
         return name
