@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer.cli import _files, main
+from eformer.cli import main
 from eformer.cli import report as report_command
 from eformer.ops.quantization import ArrayNF4, quantize
-from eformer.serialization import load, save
+from eformer.serialization import inspect, load, save
 
 from . import tiny
 
@@ -39,7 +39,7 @@ def test_quantize_like_quantize_tree(dense: Path, tmp_path: Path, capsys: pytest
     assert found["formats"]["int8"]["tensors"] == 1
     assert found["formats"]["dense"]["tensors"] == 2
     assert found["warnings"] == ["rule '*head*' matches no path"]
-    assert found["nbytes_in"] == sum(tensor.nbytes for tensor in _files.tensors(_files.open_checkpoint(dense)))
+    assert found["nbytes_in"] == inspect(dense).nbytes
     before, after = load(dense), load(target)
     for name in ("layers.0.mlp.kernel", "layers.1.mlp.kernel"):
         expected = quantize(before[name], dtype="nf4", axis=-2)

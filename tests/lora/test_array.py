@@ -26,7 +26,7 @@ def lora(shape: tuple[int, ...], left: int = 1, right: int = 1, fmt: str | None 
     w = normal(1, *shape)
     if fmt is not None:
         axis = options.pop("axis", -2 if fmt != "int8" else -1)
-        w = quantize(w, dtype=fmt, block_size=4, axis=axis)
+        w = quantize(w, dtype=fmt, axis=axis, **({"block_size": 4} if fmt == "nf4" else {}))
     a = normal(2, *shape[: batch + left], rank)
     b = normal(3, *shape[:batch], rank, *shape[batch + left :])
     return LoraArray(w, a, b, 0.5, left, right)

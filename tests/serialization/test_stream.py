@@ -114,7 +114,9 @@ def test_rules_meet_leaves_they_cannot_quantize(tmp_path):
 def test_a_simulated_quantization_stays_dense(tmp_path):
     w = dense(np.random.default_rng(0), 64, 4)
     source = files.save(tmp_path / "in.safetensors", {"w": w})
-    report = files.quantize_file(source, tmp_path / "out.safetensors", {"w": {"dtype": "nf4", "simulate": True}}, min_size=0)
+    report = files.quantize_file(
+        source, tmp_path / "out.safetensors", {"w": {"dtype": "nf4", "simulate": True}}, min_size=0
+    )
     assert_same(files.load(report.path), {"w": ArrayNF4.quantize(w).materialize()})
 
 

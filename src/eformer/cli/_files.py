@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from eformer.serialization import GgufFile, LazyCheckpoint
-from eformer.serialization._inspect import StoredTensor as Tensor
 from eformer.serialization._inspect import open_checkpoint as open_any
-from eformer.serialization._inspect import tensors as tensors
 
 from ._fail import Failure
-
-__all__ = ["Tensor", "check_exists", "open_checkpoint", "shortened", "tensors"]
 
 
 def check_exists(path: Path) -> None:
