@@ -44,10 +44,10 @@ This happens when vmap, scan or indexing maps over one of those axes. Map over a
 materialize it first."""
 
 MAPPED_CORE = """\
-jax.vmap maps axes of the arrays that {name} stores, and with these {what} those are not the same axis of the array
+jax.vmap maps axes of the arrays that {name} stores, and with these in_axes those are not the same axis of the array
 itself. Map the array, with vmap inside of implicit,
 
-    implicit(jax.vmap(f, {what}=...))(q)
+    implicit(jax.vmap(f, in_axes=...))(q)
 
 or move the axis to the front and map that."""
 

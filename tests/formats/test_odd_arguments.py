@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from eformer.jaximus import SlicedBelowCoreError, implicit, materialize
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, quantize
 from eformer.ops.quantization.kernels import export_checks
 
-ARRAYS = {
-    "nf4": lambda w: ArrayNF4.quantize(w, 8, axis=-1),
-    "int8": Array8B.quantize,
-    "ternary": lambda w: Array1B.quantize(jnp.sign(w), axis=-1),
+STACKS = {
+    "nf4": lambda w, axis: ArrayNF4.quantize(w, 8, axis=axis),
+    "int8": lambda w, axis: Array8B.quantize(w, axis=axis),
+    "ternary": lambda w, axis: Array1B.quantize(jnp.sign(w), axis=axis),
 }
+ARRAYS = {name: lambda w, name=name: STACKS[name](w, -1) for name in STACKS}
 
 
 @pytest.fixture(params=ARRAYS)
@@ -62,28 +64,49 @@ def test_what_arrays_refuse_is_refused_alike(q) -> None:
 @pytest.mark.parametrize("name", ARRAYS)
 def test_vmap_around_the_stored_arrays(name: str, axis: int, key: jax.Array) -> None:
     """Along any axis plain vmap gives the right values or refuses; inside of implicit it is right."""
-    make = {
-        "nf4": lambda w: ArrayNF4.quantize(w, 8, axis=axis),
-        "int8": lambda w: Array8B.quantize(w, axis=axis),
-        "ternary": lambda w: Array1B.quantize(jnp.sign(w), axis=axis),
-    }[name]
-    q = make(jax.random.normal(key, (8, 8, 8)))
+    q = STACKS[name](jax.random.normal(key, (8, 8, 8)), axis)
     dense = q.materialize()
-    mapped = {"in": [], "out": []}
+    mapped = []
     for at in range(-3, 3):
-        sums, same = jax.vmap(lambda r: r.sum(-1), in_axes=at), jax.vmap(lambda r: r, out_axes=at)
-        for kind, program in (("in", sums), ("out", same)):
-            if kind == "in":
-                assert jnp.allclose(implicit(program)(q), program(dense), atol=1e-5), at
+        program = jax.vmap(lambda r: r.sum(-1), in_axes=at)
+        expected = program(dense)
+        assert jnp.allclose(implicit(program)(q), expected, atol=1e-5), at
+        for run in (program, jax.jit(program), jax.vmap(jax.jit(lambda r: r.sum(-1)), in_axes=at)):
             try:
-                got = materialize(program(q))
+                got = materialize(run(q))
             except (SlicedBelowCoreError, ValueError):  # the second where JAX finds sizes that do not fit
                 continue
-            np.testing.assert_allclose(got, program(dense), atol=1e-5, err_msg=f"{kind} {at}")
-            mapped[kind].append(at)
-    if axis != -3 and name != "int8":
-        assert 0 in mapped["in"]
-        assert 0 in mapped["out"]
+            np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=str(at))
+            mapped.append(at)
+    # A scale of size one cannot be mapped along that axis, so of 8-bit arrays fewer axes can.
+    in_place = [at for at in range(3) if q.stores_axis_in_place(at, 3) and name != "int8"]
+    assert set(in_place) <= set(mapped)
+    threefold = jax.tree.map(lambda *leaves: jnp.stack(leaves), q, q, q)
+    for at in in_place:
+        stacked = jax.vmap(lambda r: r, out_axes=at)(threefold)
+        np.testing.assert_allclose(stacked.materialize(), jnp.stack([dense] * 3, axis=at), atol=1e-5)
+
+
+def test_an_axis_that_vmap_cannot_map_is_refused_at_every_use(key: jax.Array) -> None:
+    q = ArrayNF4.quantize(jax.random.normal(key, (8, 8, 8)), 8, axis=-2)
+
+    def twice(r: Any) -> jax.Array:
+        for use in (lambda: r.shape, lambda: jax.tree.leaves(r), lambda: r.materialize(), lambda: r * 2.0):
+            with pytest.raises(SlicedBelowCoreError, match="inside of implicit"):
+                use()
+        return jnp.zeros(())
+
+    assert jax.vmap(twice, in_axes=1)(q).shape == (8,)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_made_inside_vmap_may_be_mapped_anywhere(name: str, key: jax.Array) -> None:
+    """Where the tracers of computed values have their axis says nothing about the array."""
+    w = jax.random.normal(key, (8, 8, 8))
+    for made in (lambda v: STACKS[name](v, -1), jax.jit(lambda v: STACKS[name](v, -1))):
+        got = jax.vmap(lambda v, made=made: jax.tree.map(lambda leaf: leaf, made(v)).sum(-1), in_axes=1)(w)
+        expected = [STACKS[name](w[:, i], -1).materialize().sum(-1) for i in range(8)]
+        np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])

@@ -20,7 +20,7 @@ from eformer import _jax, _messages, errors
 
 from . import aval as _aval
 from . import fallback as _fallback
-from . import mapped as _mapped
+from . import vmap_axes as _vmap_axes
 from .box import box
 from .fields import AUX, DECLARED, Note, layout, replaceable_fields
 from .operators import ArrayOperators
@@ -236,11 +236,10 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         state.update(zip(fields.aux, aux, strict=True))
         if note is not None and not any(isinstance(state[name], _jax.Tracer) for name in fields.children):
             note = Note(picked=True) if note.picked else None  # the program of its factor has been run
-            aux_data = (*aux_data[:4], note)
+            aux_data = _vmap_axes.static_data_of(self, (*aux_data[:4], note))
         state["_note"], state["_aux"] = note, aux_data
         state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))
         state["_settled"] = state["_sealed"] = True
-        _mapped.check(self)
         return self
 
     def stores_axis_in_place(self, axis: int, ndim: int) -> bool:
@@ -335,8 +334,17 @@ def _static_data(q: ImplicitArray) -> Any:
         _aval.settle(q)
     aux = state.get("_aux")
     if aux is None:
-        own = layout(type(q)).get_aux(q)
-        aux = state["_aux"] = (own, *map(state.get, ("_shape", "_dtype", "_ranks", "_note")))
+        data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks", "_note")))
+        aux = state["_aux"] = _vmap_axes.static_data_of(q, data)
+    elif (source := aux.source()) is not q:
+        state["_aux"] = _vmap_axes.static_data_of(q, aux)
+        try:
+            if source is not None:
+                _vmap_axes.check(q, source)
+        except BaseException:
+            state["_aux"] = aux  # so that the next use is refused, too
+            raise
+        aux = state["_aux"]
     return aux
 
 

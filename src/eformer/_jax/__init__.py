@@ -21,8 +21,6 @@ from .avals import zeros_like_in as zeros_like_in
 from .callers import read_as_opaque_state as read_as_opaque_state
 from .callers import read_by_array_constructor as read_by_array_constructor
 from .callers import read_by_array_operator as read_by_array_operator
-from .callers import vmap_in_charge as vmap_in_charge
-from .callers import vmap_out_axes as vmap_out_axes
 from .functions import bind_functions as bind_functions
 from .functions import bind_shard_map as bind_shard_map
 from .functions import called as called
@@ -57,6 +55,7 @@ from .traces import LayeredTrace as LayeredTrace
 from .traces import Trace as Trace
 from .traces import Tracer as Tracer
 from .traces import TraceTag as TraceTag
+from .traces import axis_mapped as axis_mapped
 from .traces import bind_at as bind_at
 from .traces import bind_params as bind_params
 from .traces import current_trace as current_trace
@@ -66,4 +65,3 @@ from .traces import is_staging as is_staging
 from .traces import register_tracer_type as register_tracer_type
 from .traces import register_value_type as register_value_type
 from .traces import set_current_trace as set_current_trace
-from .traces import vmapped_axis as vmapped_axis

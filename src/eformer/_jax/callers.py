@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
 
 _OPERATOR_MODULE = "jax._src.numpy.array_methods"
 _CONSTRUCTOR_MODULE = "jax._src.numpy.array_constructors"
@@ -42,29 +41,3 @@ def read_as_opaque_state(depth: int = 2) -> bool:
     Should that function be renamed, assigning to an NNX variable inside `implicit` is refused as inside another trace.
     """
     return sys._getframe(depth).f_code.co_name == "get_opaque_trace_state"
-
-
-_VMAP_FUNCTIONS = {"flatten_fun_for_vmap": "in_axes", "vmap_f": "out_axes"}
-
-
-def _caller_of_unflatten(depth: int) -> FrameType | None:
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_code.co_name in ("tree_unflatten", "check"):
-        frame = frame.f_back
-    return frame
-
-
-def vmap_in_charge(depth: int = 2) -> str | None:
-    """While a tree is put together: is vmap doing that, for its arguments ("in_axes") or its results ("out_axes")?
-
-    Should JAX rename these functions, the answer becomes None, and axes that cannot be mapped are no longer refused.
-    """
-    frame = _caller_of_unflatten(depth)
-    return None if frame is None else _VMAP_FUNCTIONS.get(frame.f_code.co_name)
-
-
-def vmap_out_axes(depth: int = 2) -> int | None:
-    """The axis results are stacked along, where vmap is told one axis for all of them."""
-    frame = _caller_of_unflatten(depth)
-    axes: Any = None if frame is None else frame.f_locals.get("out_axes")
-    return axes if isinstance(axes, int) else None

@@ -58,10 +58,9 @@ def register_tracer_type(cls: type) -> None:
     _core.pytype_aval_mappings[cls] = lambda tracer: tracer.aval
 
 
-def vmapped_axis(leaf: Any) -> int | None:
-    """The axis along which the innermost vmap maps `leaf`, if it does."""
-    mapped = isinstance(leaf, _batching.BatchTracer) and leaf._trace is current_trace()
-    return leaf.batch_dim if mapped else None
+def axis_mapped(tracer: Any, array: Any) -> int | None:
+    """The axis of `array` along which a vmap maps it, if `tracer` is what that vmap made of this very array."""
+    return tracer.batch_dim if isinstance(tracer, _batching.BatchTracer) and tracer.val is array else None
 
 
 class LayeredTrace(Trace):
