@@ -77,7 +77,6 @@ assert 0.3 < jnp.linalg.norm(dense - w) / jnp.linalg.norm(w) < 0.4
 with materialization_policy("error"):
     moved = {
         "transpose": (q.T, dense.T),
-        "lookup": (q[:, jnp.array([3, 250, 3])], dense[:, jnp.array([3, 250, 3])]),
         "whole blocks": (q[16:], dense[16:]),
         "reshape": (q.reshape(40, 2, 128), dense.reshape(40, 2, 128)),
         "stack": (implicit(jnp.stack)([q, q]), jnp.stack([dense, dense])),

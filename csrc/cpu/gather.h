@@ -29,7 +29,8 @@ class RowGather {
     const Matrix& d = g.d;
     const int64_t at = max(0, min(g.indices[i], d.rows - 1));
     const int64_t first = at * d.scale.row_stride;
-    const bool varies = d.scale.data && d.scale.col_stride;
+    // A row of NF4 has one factor per block even where it is a single block, whose scale has no second stride.
+    const bool varies = d.scale.data && (format == Format::nf4 || d.scale.col_stride);
     if (varies) read_row(d.scale.data, d.scale.type, first, d.block ? d.blocks() : d.cols, nullptr, factors);
     Weights w{format, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks()};
     if (format == Format::nf4) w.per_block = factors;

@@ -22,7 +22,7 @@ from . import aval as _aval
 from . import fallback as _fallback
 from . import vmap_axes as _vmap_axes
 from .box import box
-from .fields import AUX, DECLARED, Note, layout, replaceable_fields
+from .fields import AUX, DECLARED, layout, replaceable_fields
 from .operators import ArrayOperators
 
 _CACHES = ("_known", "_aval", "_aux")
@@ -235,7 +235,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         aux, state["_shape"], state["_dtype"], state["_ranks"], note = aux_data
         state.update(zip(fields.aux, aux, strict=True))
         if note is not None and not any(isinstance(state[name], _jax.Tracer) for name in fields.children):
-            note = Note(picked=True) if note.picked else None  # the program of its factor has been run
+            note = None  # the program of its factor has been run
             aux_data = _vmap_axes.static_data_of(self, (*aux_data[:4], note))
         state["_note"], state["_aux"] = note, aux_data
         state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))

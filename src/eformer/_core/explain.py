@@ -36,7 +36,8 @@ class Explanation:
 
 def _line(event: Event) -> str:
     if event.kind in ("materialize", "decode"):
-        done = "materialized" if event.kind == "materialize" else "decoded the looked-up"
+        rows = f"decoded {event.dtype}[{','.join(map(str, event.shape))}] of"
+        done = "materialized" if event.kind == "materialize" else rows
         return f"{done} {event.array} for {event.primitive} at {event.where} ({event.dense_bytes:,} bytes dense)"
     known = ("op", "name", "reason", "rejected")
     facts = ", ".join(f"{k}={v}" for k, v in event.fields.items() if k not in known)

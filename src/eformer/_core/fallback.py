@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,6 @@ from eformer import _settings as settings
 from eformer._record import record, recording
 
 from . import aval as _aval
-from .fields import was_picked
 from .operators import ArrayOperators
 
 # Part of JAX's compilation key: a program traced under one policy is traced again under another.
@@ -78,21 +78,14 @@ class handling:
 def _notice(q: Any) -> None:
     """Record that `q` is about to be materialized, and let the policy speak if nobody asked for it by name."""
     primitive = None if _state.requested else _state.primitive
-    picked = was_picked(q)
-    policy = "allow" if primitive is None or picked else policy_in_force()
+    policy = "allow" if primitive is None else policy_in_force()
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
         return
     replayed = _jax.replayed_location()
     where = replayed or _jax.calling_location()
-    facts = {
-        "array": repr(q),
-        "type": type(q).__name__,
-        "primitive": "an explicit call" if primitive is None else str(primitive),
-        "dense_bytes": q.size * q.itemsize,
-        "where": f"{where[0]}:{where[1]}",
-    }
-    record("decode" if picked else "materialize", shape=q.shape, dtype=q.dtype, **facts)
+    facts = _facts(q, q.shape, primitive, where)
+    record("materialize", dtype=q.dtype, **facts)
     if policy == "error":
         raise errors.MaterializationError(_messages.REFUSED.format(**facts))
     if warn:
@@ -100,6 +93,24 @@ def _notice(q: Any) -> None:
         if replayed is None and _state.notices is not None:
             _state.notices.append((kind, primitive, message))
         _warn_once(kind, primitive, message, where)
+
+
+def _facts(q: Any, shape: Sequence[int], primitive: Any, where: tuple[str, int]) -> dict[str, Any]:
+    return {
+        "array": repr(q),
+        "type": type(q).__name__,
+        "shape": tuple(shape),
+        "primitive": "an explicit call" if primitive is None else str(primitive),
+        "dense_bytes": math.prod(shape) * q.itemsize,
+        "where": f"{where[0]}:{where[1]}",
+    }
+
+
+def notice_lookup(q: Any, shape: Sequence[int]) -> None:
+    """Record that a lookup decodes values of this shape from `q`. They are activations: no policy refuses them."""
+    if recording():
+        where = _jax.replayed_location() or _jax.calling_location()
+        record("decode", dtype=q.dtype, **_facts(q, shape, _state.primitive, where))
 
 
 @contextlib.contextmanager
@@ -182,6 +193,16 @@ def materialize(x: Any) -> Any:
     while isinstance(x, ArrayOperators):
         x = x.materialize()
     return x
+
+
+def decode(part: Any, of: Any) -> Any:
+    """The dense array of `part`, which a lookup took out of `of`."""
+    notice_lookup(of, part.shape)
+    before, _state.materializing = _state.materializing, part
+    try:
+        return part.materialize()
+    finally:
+        _state.materializing = before
 
 
 def materialize_on_request(q: Any) -> Any:

@@ -32,11 +32,10 @@ class Note:
 
     Args:
         factor: the array was multiplied by a value of the program being traced. Forgotten when that has been run.
-        picked: the array holds the rows that indices asked for: activations, which are there to be decoded.
     """
 
-    def __init__(self, *, factor: bool = False, picked: bool = False):
-        self.factor, self.picked = factor, picked
+    def __init__(self, *, factor: bool = False):
+        self.factor = factor
 
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, Note)
@@ -47,12 +46,6 @@ class Note:
 
 def note_of(q: Any) -> Note | None:
     return q.__dict__.get("_note")
-
-
-def was_picked(q: Any) -> bool:
-    """Does `q` hold the rows of a lookup, rather than an array somebody stored?"""
-    note = note_of(q)
-    return note is not None and note.picked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from eformer import _jax
 
 from .fallback import collecting_notices, dense_for, materialize, repeat_notices
-from .fields import note_of, was_picked
+from .fields import note_of
 from .placement import child_shardings
 from .registry import registry
 from .trace import call_jaxpr, is_implicit, rule, run
@@ -32,8 +32,7 @@ def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]
     if inlined and not _jax.is_eval_trace(_jax.current_trace()):
         return call_jaxpr(params["jaxpr"], values)
     values, in_shardings = _placed_arguments(primitive, values, params)
-    picked = tuple(is_implicit(v) and was_picked(v) for v in values)
-    jitted, notices = _jitted(params, in_shardings, picked)
+    jitted, notices = _jitted(params, in_shardings)
     if notices:
         repeat_notices(notices, {type(v) for v in values})
     return jitted(*values)
@@ -55,14 +54,14 @@ def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any])
     return placed, tuple(shardings)
 
 
-def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...], picked: tuple[bool, ...]) -> tuple[Any, list[Any]]:
+def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     """A jitted replay of the jaxpr, one per jaxpr and state of the registry, with everything the user asked of jit.
 
     With it comes what was noticed while it was traced, for callers who find it traced already.
     """
     jaxpr = params["jaxpr"]
     leaves, treedef = jtu.tree_flatten(in_shardings)
-    key = (id(jaxpr), registry.version, tuple(leaves), treedef, params["donated_invars"], picked)
+    key = (id(jaxpr), registry.version, tuple(leaves), treedef, params["donated_invars"])
     with _jit_lock:
         hit = _jit_cache.get(key)
         if hit is not None:

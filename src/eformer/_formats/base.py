@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray
-from eformer._core.fields import Note, layout, note_of, was_picked
+from eformer._core.fields import Note, layout, note_of
 
 from . import sharding as _sharding
 from .frozen import frozen, refusal
@@ -103,19 +103,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
     def with_factor(self: Q, scale: jax.Array, **changes: Any) -> Q:
         """A copy with a scale that may be differentiated."""
-        return self.replaced(**{self.scale_part.field: scale}, **changes, note=Note(factor=True, picked=self.is_picked))
-
-    @property
-    def is_picked(self) -> bool:
-        """Does the array hold the rows of a lookup? Those are activations: decoding them is no materialization."""
-        return was_picked(self)
-
-    def as_picked(self: Q, picked: bool = True) -> Q:
-        """A copy that holds the rows of a lookup, or that does not."""
-        if picked == self.is_picked:
-            return self
-        factor = self.carries_factor
-        return self.replaced(note=Note(factor=factor, picked=picked) if factor or picked else None)
+        return self.replaced(**{self.scale_part.field: scale}, **changes, note=Note(factor=True))
 
     def replaced(self: Q, **changes: Any) -> Q:
         """A copy with some fields (or `dtype`, or `note`) changed: nothing is decoded, checked or quantized again."""

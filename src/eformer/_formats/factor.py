@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from eformer import _jax as compat
-from eformer._core.fields import Note
 
 
 class _Declined(Exception):
@@ -29,13 +28,12 @@ def product(fast: Callable[..., Any], dense: Callable[..., Any], x: Any, q: Any,
     if not q.carries_factor:
         return fast(x, q, *rest)
     field = q.scale_part.field
-    without = Note(picked=True) if q.is_picked else None
     stored = {p.field: getattr(q, p.field) for p in q.parts if p.field != field}
 
     # Everything traced is an argument: what a rule closes over may belong to a trace that is gone when it runs.
     @jax.custom_jvp
     def run(x: Any, scale: Any, stored: Any, rest: Any) -> Any:
-        out = fast(x, q.replaced(**stored, **{field: scale}, note=without), *rest)
+        out = fast(x, q.replaced(**stored, **{field: scale}, note=None), *rest)
         if out is NotImplemented:
             raise _Declined
         return out

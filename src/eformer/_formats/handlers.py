@@ -16,7 +16,7 @@ from eformer._core import materialize_handler, register
 
 from . import dot as _dot
 from . import factor as _factor
-from . import gather as _gather
+from . import lookup as _lookup
 from . import shapes as _shapes
 from .base import QuantizedArray
 
@@ -52,12 +52,12 @@ def slice_(q: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides
 
 @register("dynamic_slice")
 def dynamic_slice(q: QuantizedArray, *starts: jax.Array, slice_sizes: Any, **params: Any) -> Any:
-    return _shapes.dynamic_slice(q, starts, slice_sizes)
+    return _lookup.dynamic_slice(q, starts, slice_sizes)
 
 
 @register("gather")
 def gather(q: QuantizedArray, indices: jax.Array, **params: Any) -> Any:
-    return _gather.gather(q, indices, params)
+    return _lookup.gather(q, indices, params)
 
 
 @register("split")
@@ -168,8 +168,8 @@ def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **para
 
 @register("dot_general")
 def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, **params: Any) -> Any:
-    """The rows of a lookup are decoded, else the smaller one; the other stays as it is."""
-    if lhs.is_picked or (lhs.size <= rhs.size and not rhs.is_picked):
+    """The smaller one is materialized; the other stays as it is."""
+    if lhs.size <= rhs.size:
         return dot_general_right(primitive, lhs.materialize(), rhs, **params)
     return dot_general_left(primitive, lhs, rhs.materialize(), **params)
 

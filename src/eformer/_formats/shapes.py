@@ -25,7 +25,7 @@ def free(q: Any) -> list[int]:
     return [axis for axis in range(q.ndim) if axis != blocked_axis(q)]
 
 
-def _rebuilt(q: Any, change: Callable[[Part, jax.Array], Any], blocked: int | None, ndim: int, **more: Any) -> Any:
+def rebuilt(q: Any, change: Callable[[Part, jax.Array], Any], blocked: int | None, ndim: int, **more: Any) -> Any:
     """`q` with every stored part changed; `blocked` is where the blocked axis is among `ndim` axes afterwards."""
     parts = {}
     for part in q.parts:
@@ -55,7 +55,7 @@ def transpose(q: Any, permutation: Sequence[int]) -> Any:
         return lax.transpose(array, [*order, *range(len(order), array.ndim)])
 
     where = None if blocked is None else list(permutation).index(blocked)
-    return _rebuilt(q, change, where, q.ndim, sharding=_sharding_after(q, permutation))
+    return rebuilt(q, change, where, q.ndim, sharding=_sharding_after(q, permutation))
 
 
 def broadcast_in_dim(q: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
@@ -77,7 +77,7 @@ def broadcast_in_dim(q: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
         return lax.broadcast_in_dim(array, (*sizes, *tail), places)
 
     order: list[int | None] = [list(dims).index(axis) if axis in dims else None for axis in range(len(shape))]
-    return _rebuilt(q, change, where, len(shape), sharding=_sharding_after(q, order))
+    return rebuilt(q, change, where, len(shape), sharding=_sharding_after(q, order))
 
 
 def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
@@ -90,7 +90,7 @@ def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
         return lax.squeeze(array, [i for i, axis in enumerate(axes) if axis in dimensions])
 
     where = None if blocked is None else kept.index(blocked)
-    return _rebuilt(q, change, where, len(kept), sharding=_sharding_after(q, kept))
+    return rebuilt(q, change, where, len(kept), sharding=_sharding_after(q, kept))
 
 
 def reshape(q: Any, new: Sequence[int]) -> Any:
@@ -123,7 +123,7 @@ def reshape(q: Any, new: Sequence[int]) -> Any:
                 return NotImplemented
         return array.reshape(*sizes, *array.shape[len(axes) :])
 
-    return _rebuilt(q, change, where, len(new), sharding=_sharding.after_reshape(q, new, groups))
+    return rebuilt(q, change, where, len(new), sharding=_sharding.after_reshape(q, new, groups))
 
 
 def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
@@ -184,44 +184,14 @@ def slice_(q: Any, start: Sequence[int], limit: Sequence[int], steps: Sequence[i
                 cuts.append((0, n, 1))
         return lax.slice(array, *zip(*cuts, strict=True))
 
-    return _rebuilt(q, change, blocked, q.ndim, pad=pad)
-
-
-def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    blocked, axes = blocked_axis(q), free(q)
-    if 0 in sizes:
-        return NotImplemented
-    if blocked is not None and sizes[blocked] != q.shape[blocked]:
-        alone = sizes[blocked] == 1 and all(sizes[axis] == q.shape[axis] for axis in axes)
-        return _one_entry(q, starts[blocked], blocked) if alone else NotImplemented
-    # As the operation does it: the function of that name counts a negative start from the end, once more.
-    clamped = [jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, sizes, strict=True)]
-
-    def change(part: Part, array: jax.Array) -> jax.Array:
-        shared = [array.shape[i] == 1 and q.shape[axis] != 1 for i, axis in enumerate(axes)]
-        tail = array.shape[len(axes) :]
-        zero = jnp.zeros((), jnp.result_type(starts[0]))
-        at = [zero if s else clamped[axis] for s, axis in zip(shared, axes, strict=True)] + [zero] * len(tail)
-        count = [1 if s else sizes[axis] for s, axis in zip(shared, axes, strict=True)]
-        return lax.dynamic_slice(array, at, (*count, *tail))
-
-    one_vector = sum(size != 1 for size in sizes) <= 1 < q.ndim
-    return _rebuilt(q, change, blocked, q.ndim).as_picked(q.is_picked or one_vector)
-
-
-def _one_entry(q: Any, index: Any, blocked: int) -> Any:
-    """One entry of the blocked axis, decoded: dense, and no more than was asked for."""
-    if not hasattr(q, "decoded_entries"):
-        return NotImplemented
-    values = q.decoded_entries(jnp.clip(index, 0, q.shape[blocked] - 1)[None])
-    return jnp.moveaxis(values, -1, blocked).astype(q.dtype)
+    return rebuilt(q, change, blocked, q.ndim, pad=pad)
 
 
 def rev(q: Any, dimensions: Sequence[int]) -> Any:
     blocked, axes = blocked_axis(q), free(q)
     if blocked in dimensions:
         return NotImplemented
-    return _rebuilt(
+    return rebuilt(
         q, lambda part, array: lax.rev(array, [i for i, a in enumerate(axes) if a in dimensions]), blocked, q.ndim
     )
 
@@ -273,8 +243,7 @@ def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
             return NotImplemented
         return lax.concatenate(pieces, i)
 
-    first = first.as_picked(all(a.is_picked for a in arrays))
-    return _rebuilt(first, change, blocked, first.ndim, pad=arrays[-1].pad)
+    return rebuilt(first, change, blocked, first.ndim, pad=arrays[-1].pad)
 
 
 def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
@@ -288,5 +257,4 @@ def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
         same = all(p.shape == pieces[0].shape for p in pieces)
         return lax.select_n(pred, *pieces) if same else NotImplemented
 
-    first = cases[0].as_picked(all(c.is_picked for c in cases))
-    return _rebuilt(first, change, blocked_axis(first), first.ndim)
+    return rebuilt(cases[0], change, blocked_axis(cases[0]), cases[0].ndim)

@@ -150,7 +150,8 @@ def _decoded(lookup: Lookup, codes: jax.Array, scale: jax.Array | None, indices:
     """The lookup in plain JAX."""
     if scale is not None and scale.shape[0] == codes.shape[0]:
         scale = scale[indices]
-    return decode(codes[indices], scale, fmt=lookup.fmt, cols=lookup.cols, dtype=lookup.out_dtype)
+    wide = jnp.promote_types(jnp.float32 if scale is None else scale.dtype, jnp.float32)  # to be rounded once
+    return decode(codes[indices], scale, fmt=lookup.fmt, cols=lookup.cols, dtype=wide).astype(lookup.out_dtype)
 
 
 CANDIDATES = (

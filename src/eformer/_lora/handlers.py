@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eformer._core import ImplicitArray, default_handler, implicit, materialize, register
-from eformer._formats.gather import without_whole_axes
+from eformer._formats.lookup import without_whole_axes
 
 from .array import LoraArray
 
