@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import zlib
+from pathlib import Path
 
 PLATFORM = os.environ.get("EFORMER_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = PLATFORM
 # Eight fake devices, so that sharding is tested on any machine; and quick compilation, which takes most of the time of
 # thousands of small programs (machine code is not optimized; what XLA fuses, and so memory, is as always).
-_flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+_flags = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases refuse to start with a flag they dropped
     _flags.append("--xla_cpu_use_fusion_emitters=false")
 for _flag in _flags:
@@ -49,6 +55,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: set EFORMER_TEST_PLATFORM=cuda"))
+
+
+# A compiled program takes up to 2 MB, JAX keeps thousands, and the C library keeps what JAX lets go of.
+MOST_MEMORY = 1_200_000_000
+
+
+def memory_in_use() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not say."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+
+
+def pytest_runtest_teardown() -> None:
+    if memory_in_use() > MOST_MEMORY:
+        jax.clear_caches()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
 
 
 @pytest.fixture

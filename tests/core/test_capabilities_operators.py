@@ -185,6 +185,7 @@ def test_pytrees_in_and_out():
     ids=["matmul", "dot", "einsum"],
 )
 def test_with_block_dispatches(product):
+    jax.clear_caches()  # einsum keeps its trace where `forget` does not reach
     with implicit:
         y = product()
     assert isinstance(y, jax.Array)
