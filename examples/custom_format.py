@@ -1,4 +1,4 @@
-"""A format of one's own: weights as powers of two. A class, two handlers, and it works in any model and file.
+"""A format of your own: weights as powers of two. A class, two handlers, and it works in any model and file.
 
 python examples/custom_format.py
 """
@@ -41,7 +41,7 @@ class PowerOfTwo(ef.ImplicitArray):
 def product(x: jax.Array, w: PowerOfTwo, *, dimension_numbers: Any, **params: Any) -> Any:
     """`x @ w`, 64 rows of w at a time: no more than those are ever decoded."""
     if w.ndim != 2 or w.shape[0] % 64 or dimension_numbers != (((x.ndim - 1,), (0,)), ((), ())):
-        return NotImplemented  # the library makes w dense and says so
+        return NotImplemented  # the library materializes w, with a warning
 
     def step(y: jax.Array, part: Any) -> tuple[jax.Array, None]:
         return y + jnp.moveaxis(part[0], 0, -1) @ decode(part[1]), None

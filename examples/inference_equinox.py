@@ -56,7 +56,7 @@ def main() -> None:
         logits = classify(quantized, images)
     print(f"\nerror of the logits: {jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact):.4f}")
     found = ef.explain(lambda: eqx.filter_eval_shape(classify, quantized, images))()
-    print(f"{len(found.kernels)} packed products, {len(found.materializations)} weights made dense")
+    print(f"{len(found.kernels)} packed products, {len(found.materializations)} weights became dense")
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ def main() -> None:
     print(ef.report(variables["params"]))
 
     run = linen.apply_fn(model)  # `model.apply` with dispatch on
-    with ef.materialization_policy("error"):  # had a weight to become dense, this would raise
+    with ef.materialization_policy("error"):  # raises if a weight would become dense
         logits = jax.jit(run)(variables, tokens)
     print(f"\nerror of the logits: {jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact):.3f}")
 
     # What happens to the arrays is decided while tracing, so it can be asked without computing anything.
     found = ef.explain(lambda: jax.eval_shape(run, variables, tokens))()
-    print(f"{len(found.kernels)} packed products, {len(found.materializations)} weights made dense")
+    print(f"{len(found.kernels)} packed products, {len(found.materializations)} weights became dense")
 
 
 if __name__ == "__main__":

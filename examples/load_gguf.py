@@ -1,4 +1,4 @@
-"""A GGUF file: weights are used as they are stored, or packed anew for speed, without llama.cpp.
+"""A GGUF file: weights are used as stored, or requantized for speed, without llama.cpp.
 
 python examples/load_gguf.py [FILE.gguf]        (without a file, a tiny one is written first)
 """
@@ -60,7 +60,7 @@ def main() -> None:
             print(f"  {name:24} {kind:10} {array.dtype}{list(array.shape)}")
 
         name = next(name for name in file if len(file[name].shape) == 2)
-        w = file[name].T  # (in, out), for nothing: codes and scales stay where they are
+        w = file[name].T  # (in, out), free of charge: codes and scales stay where they are
         x = jnp.ones((2, w.shape[0]))
         with ef.materialization_policy("error"):
             y = ef.implicit(jnp.matmul)(x, w)  # on the codes of the file; nothing was requantized

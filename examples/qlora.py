@@ -26,7 +26,7 @@ def forward(params: Any, x: jax.Array) -> jax.Array:
 
 
 def pretrained(key: jax.Array) -> Any:
-    """Stands for a model somebody trained."""
+    """Stands for a trained model."""
     k1, k2, k3 = jax.random.split(key, 3)
     up, down = (jax.random.normal(k, (LAYERS, SIZE, SIZE)) / SIZE**0.5 for k in (k1, k2))
     head = jax.random.normal(k3, (SIZE, SIZE)) / SIZE**0.5
