@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eformer import serialization as files
-from eformer.serialization import _contents, _save
+from eformer.serialization.checkpoint import save as saving
 
 
 def names(folder) -> list[str]:
@@ -24,7 +24,7 @@ def big(value: float) -> dict[str, jnp.ndarray]:
 
 def failing_at(count: int, monkeypatch):
     """The disk fills up when tensor `count` is written."""
-    host, calls = _contents.host, []
+    host, calls = saving.host, []
 
     def full(array, name):
         calls.append(name)
@@ -32,7 +32,7 @@ def failing_at(count: int, monkeypatch):
             raise OSError(28, "No space left on device")
         return host(array, name)
 
-    monkeypatch.setattr(_contents, "host", full)
+    monkeypatch.setattr(saving, "host", full)
 
 
 @pytest.mark.parametrize("size", [None, "5kB"])
@@ -122,4 +122,4 @@ def test_tensors_are_aligned(tmp_path):
 @pytest.mark.parametrize("size", ["", "x", "0", "-3", "1 parsec", "1e9"])
 def test_sizes_are_checked(size):
     with pytest.raises(ValueError, match="is no size"):
-        _save.byte_count(size)
+        saving.byte_count(size)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from eformer import serialization as files
 from eformer.ops.quantization import quantize
-from eformer.serialization import _sets
+from eformer.serialization.checkpoint import opening
+from eformer.serialization.checkpoint.index import Index
 
 from .trees import assert_same
 
@@ -75,15 +76,15 @@ def test_a_reader_that_meets_a_writer(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "m.safetensors"
     files.save(path, old, max_shard_size="300B")
     saves = iter([new])
-    read = _sets.read_index
+    read = opening.read_index
 
-    def racing(index: Path) -> _sets.Index:
+    def racing(index: Path) -> Index:
         found = read(index)
         for tree in saves:
             files.save(path, tree, max_shard_size=size)
         return found
 
-    monkeypatch.setattr(_sets, "read_index", racing)
+    monkeypatch.setattr(opening, "read_index", racing)
     assert_same(files.load(path), new)
     if size is not None:
         next(tmp_path.glob("m-00002-of-*")).unlink()  # gone for good

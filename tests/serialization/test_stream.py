@@ -17,7 +17,7 @@ import pytest
 
 from eformer import serialization as files
 from eformer.ops.quantization import Array8B, ArrayNF4, QuantizationConfig, quantize, quantize_tree
-from eformer.serialization import _output
+from eformer.serialization.streaming import output as _output
 
 from .trees import assert_same, dense
 
@@ -200,7 +200,7 @@ def test_one_run_at_a_time(tmp_path):
 KILLED = """
 import os, signal, sys
 from eformer import serialization as files
-from eformer.serialization import _output
+from eformer.serialization.streaming import output as _output
 _output._SYNC_SECONDS = 0  # every leaf is recorded, so that the test knows where it stopped
 def progress(state):
     if state.name == "layers.1.w":

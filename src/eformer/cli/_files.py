@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eformer.serialization import GgufFile, LazyCheckpoint
-from eformer.serialization._inspect import open_checkpoint as open_any
+from eformer.serialization.inspection import open_checkpoint as open_any
 
 from ._fail import Failure
 

@@ -7,7 +7,7 @@ import dataclasses
 import fnmatch
 from pathlib import Path
 
-from eformer.serialization._inspect import COLUMNS, FileReport, inspect
+from eformer.serialization.inspection import COLUMNS, FileReport, inspect
 
 from . import _files
 from ._fail import OK

@@ -14,8 +14,8 @@ from eformer._quantize.roles import GROUPS
 from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
 from eformer.serialization import GgufFile, StreamReport
-from eformer.serialization._source import open_source
-from eformer.serialization._stream import plan_source, write_quantized
+from eformer.serialization.streaming.quantize_file import plan_source, write_quantized
+from eformer.serialization.streaming.source import open_source
 
 from . import _files, _rules
 from ._fail import OK, WrongUse

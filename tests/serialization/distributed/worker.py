@@ -24,7 +24,7 @@ from eformer.serialization import (
     save_distributed,
     save_orbax,
 )
-from eformer.serialization._mapped import MappedFile
+from eformer.serialization.safetensors.reading import MappedFile
 
 from . import model
 

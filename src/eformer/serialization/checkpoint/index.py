@@ -1,0 +1,119 @@
+"""The index of a checkpoint in several files: which tensor lies in which file. Written last, it makes the set count."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eformer.errors import CheckpointError
+
+from ..safetensors.header import MAX_HEADER, parse_json
+from ..safetensors.reading import open_regular
+from ..safetensors.writing import atomic_file, sync_folder
+from ..tree.described import Contents
+from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
+from .split_tensors import Whole
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".index.json"
+
+
+def index_path(path: Path) -> Path:
+    """Where the index of a checkpoint in several files lies."""
+    return path.with_name(path.name + INDEX_SUFFIX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """The file of each tensor, and the metadata of the whole."""
+
+    owners: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+
+def read_index(path: Path) -> Index:
+    """Read an index; every file it names lies beside it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER:
+            raise CheckpointError(f"is an index of {size:,} bytes; allowed are {MAX_HEADER:,}.", file=path)
+        table = parse_json(file.read(size), path)  # not more: read() sets aside as much as it is asked for
+    owners = table.get("weight_map") if isinstance(table, dict) else None
+    metadata = table.get("metadata", {}) if isinstance(table, dict) else None
+    if not isinstance(owners, dict) or not isinstance(metadata, dict):
+        raise CheckpointError("is no index: it has no mapping weight_map.", file=path)
+    for tensor, name in owners.items():
+        if not _is_plain_name(name):
+            what = f"is said to be in {name!r:.200}. An index names files in its own folder only."
+            raise CheckpointError(what, file=path, tensor=tensor)
+    return Index(owners, metadata)
+
+
+def _is_plain_name(name: Any) -> bool:
+    """No folders, no way up, nothing hidden, nothing a file system reads otherwise."""
+    if not isinstance(name, str) or not name or name.startswith(".") or set(name) & {"/", "\\", "\0", ":"}:
+        return False
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # half a character cannot be in a name
+
+
+def shard_names(path: Path, count: int, tag: str) -> list[str]:
+    """Names of a set of files. The tag keeps a new set apart from an old one until the index says which counts."""
+    stem = path.name.removesuffix(SUFFIX)
+    return [f"{stem}-{i:05d}-of-{count:05d}.{tag}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def commit_index(
+    path: Path, contents: Contents, owners: Mapping[str, str], total: int, extra: Mapping[str, str]
+) -> None:
+    """Write the index of a complete set of files: from this moment on it is the checkpoint."""
+    described = {**extra, "total_size": total, KEY: dumped(tree_metadata(contents))}
+    _write_index(path, described, owners, set(owners.values()))
+
+
+def _write_index(path: Path, described: Mapping[str, Any], owners: Mapping[str, str], files: set[str]) -> None:
+    old = _files_of_set(path)
+    with atomic_file(index_path(path)) as file:
+        file.write(json.dumps({"metadata": described, "weight_map": dict(owners)}, indent=1).encode())
+    path.unlink(missing_ok=True)  # a single file of an earlier save
+    _remove(path, old - files)
+
+
+def commit_pieces(
+    path: Path, contents: Contents, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
+) -> None:
+    """Write the index of a checkpoint whose tensors lie in pieces, in files of these names."""
+    owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
+    pieces = {name: whole.describe() for name, whole in wholes.items()}
+    described = tree_metadata(contents) | leaves_metadata(contents.leaves) | {"pieces": pieces}
+    total = sum(leaf.nbytes for leaf in contents.leaves)
+    _write_index(path, {**extra, "total_size": total, KEY: dumped(described)}, owners, set(names))
+
+
+def remove_old_set(path: Path) -> None:
+    """Remove the index and the files of an earlier save in several files, now that one file took their place."""
+    old = _files_of_set(path)
+    index_path(path).unlink(missing_ok=True)
+    _remove(path, old)
+
+
+def _files_of_set(path: Path) -> set[str]:
+    try:
+        return set(read_index(index_path(path)).owners.values())
+    except (FileNotFoundError, CheckpointError):  # none, or not ours to tidy
+        return set()
+
+
+def _remove(path: Path, names: set[str]) -> None:
+    """Delete files of an old set, if their names are of the kind `shard_names` makes: an index may claim anything."""
+    stem = re.escape(path.name.removesuffix(SUFFIX))
+    ours = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)}")
+    removed = [name for name in names if ours.fullmatch(name)]
+    for name in removed:
+        path.with_name(name).unlink(missing_ok=True)
+    if removed:
+        sync_folder(path.parent)

@@ -1,0 +1,117 @@
+"""`save`: a pytree to one safetensors file, or to several with an index. Complete, or not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eformer.errors import CheckpointError
+
+from ..locating import about
+from ..safetensors.writing import write_file
+from ..tree.described import Leaf, contents_of, host
+from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
+from .index import SUFFIX, commit_index, index_path, remove_old_set, shard_names
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+) -> Path:
+    """Save a pytree of arrays, dense and implicit, as safetensors. Returns the file to give to `load`.
+
+    Args:
+        path: the file; an old one is replaced at once when the new one is complete.
+        tree: any pytree. Leaves are arrays, registered implicit arrays, random keys, and Python numbers and strings.
+        metadata: more strings to keep in the file.
+        max_shard_size: split into files of at most this many bytes ("2GB", "500MiB") where there is more, and write
+            an index `PATH.index.json`. One leaf is never split.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> from eformer.serialization import load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = save(f"{folder}/model.safetensors", {"layers": [jnp.ones(2), jnp.zeros(3)]})
+    ...     load(file)
+    {'layers': [Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32)]}
+    """
+    path = Path(path)
+    extra = checked_metadata(metadata)
+    check_target(path)
+    with about(path):
+        contents = contents_of(tree)
+    shards = [*shards_of(contents.leaves, max_shard_size)] if max_shard_size is not None else [contents.leaves]
+    if len(shards) <= 1:
+        described = leaves_metadata(contents.leaves) | tree_metadata(contents)
+        _write_file(path, contents.leaves, {**extra, KEY: dumped(described)})
+        remove_old_set(path)
+        return path
+    names = shard_names(path, len(shards), secrets.token_hex(4))
+    for name, leaves in zip(names, shards, strict=True):
+        _write_file(path.with_name(name), leaves, {**extra, KEY: dumped(leaves_metadata(leaves))})
+    owners = {
+        t.name: name for name, leaves in zip(names, shards, strict=True) for leaf in leaves for t in leaf.layout()
+    }
+    commit_index(path, contents, owners, sum(leaf.nbytes for leaf in contents.leaves), extra)
+    return index_path(path)
+
+
+def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """The user's metadata, if it is what the format allows."""
+    extra = dict(metadata or {})
+    if not all(isinstance(k, str) and isinstance(v, str) for k, v in extra.items()) or KEY in extra:
+        raise CheckpointError(f"metadata must map strings to strings and not use the key {KEY!r}, got {metadata!r}.")
+    return extra
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path no file can have, before any work is done."""
+    if path.is_dir():
+        raise CheckpointError("is a folder.", file=path, fix=f"Name a file in it, such as {path / f'model{SUFFIX}'}.")
+    if not path.parent.is_dir():
+        what = f"cannot be written: there is no folder {path.parent}."
+        raise CheckpointError(what, file=path, fix="Create that folder first.")
+
+
+def byte_count(size: int | str) -> int:
+    """A number of bytes, possibly with a unit.
+
+    >>> byte_count("1.5GB"), byte_count("4 KiB")
+    (1500000000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if (
+        match is None
+        or match[2].upper() not in _UNITS
+        or not (count := int(float(match[1]) * _UNITS[match[2].upper()]))
+    ):
+        raise ValueError(f"{size!r} is no size; give a positive number of bytes, or a string like '2GB' or '500MiB'.")
+    return count
+
+
+def shards_of(leaves: Sequence[Leaf], max_shard_size: int | str) -> Iterator[list[Leaf]]:
+    """Consecutive leaves, as many together as fit."""
+    limit, group, size = byte_count(max_shard_size), [], 0
+    for leaf in leaves:
+        if size and leaf.nbytes and size + leaf.nbytes > limit:  # every file gets a tensor, so that the index names it
+            yield group
+            group, size = [], 0
+        group.append(leaf)
+        size += leaf.nbytes
+    yield group
+
+
+def _write_file(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str]) -> None:
+    sources = {name: array for leaf in leaves for name, array in leaf.tensors.items()}
+    tensors = [tensor for leaf in leaves for tensor in leaf.layout()]
+    with about(path):
+        write_file(path, tensors, metadata, lambda name: host(sources[name], name))

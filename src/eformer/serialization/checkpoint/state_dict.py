@@ -1,0 +1,104 @@
+"""Trees as plain state: nested dicts of ordinary arrays, for checkpoint libraries that know nothing of implicit ones.
+
+The state describes itself: `tensors` are the stored arrays by name, `eformer` is the metadata of a file, as bytes. So
+it survives Orbax, Flax msgpack, NumPy archives, and everything else that keeps dicts of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from eformer.errors import CheckpointError
+
+from ..locating import about
+from ..safetensors.dtypes import CODES, fits_jax, from_stored, named_dtype
+from ..safetensors.header import check_shape
+from ..tree.described import contents_of, host
+from ..tree.metadata import KEY, NO_STRUCTURE, dumped, leaves_metadata, loaded, tree_metadata
+from ..tree.restore import restore
+from .leaf_mapping import NamedLeaves
+from .load import restore_like, restore_tree
+
+_TENSORS = "tensors"
+
+
+def to_state_dict(tree: Any) -> dict[str, Any]:
+    """A tree as plain state: `{"tensors": {name: array}, "eformer": bytes}`. Arrays stay on their devices.
+
+    >>> import jax.numpy as jnp
+    >>> from eformer.ops.quantization import quantize
+    >>> sorted(to_state_dict({"w": quantize(jnp.ones((64, 2)), dtype="nf4")})["tensors"])
+    ['w.absmax', 'w.packed']
+    """
+    contents = contents_of(tree)
+    arrays = {name: array for leaf in contents.leaves for name, array in leaf.tensors.items()}
+    layouts = {t.name: [t.dtype.name, list(t.shape)] for leaf in contents.leaves for t in leaf.layout()}
+    described = leaves_metadata(contents.leaves) | tree_metadata(contents) | {"layouts": layouts}
+    # Orbax refuses arrays without entries; their layouts say all there is to know.
+    kept = {name: _plain(name, array) for name, array in arrays.items() if array.size}
+    return {_TENSORS: kept, KEY: np.frombuffer(dumped(described).encode(), np.uint8)}
+
+
+def _plain(name: str, array: Any) -> Any:
+    is_plain = isinstance(array, jax.Array) and array.dtype in CODES
+    return array if is_plain else host(array, name)
+
+
+def from_state_dict(state: Mapping[str, Any], like: Any = None, *, strict: bool = True) -> Any:
+    """The tree of a state made by `to_state_dict`; `like` and `strict` as for `load`."""
+    leaves = _StateLeaves(state)
+    return restore_tree(leaves) if like is None else restore_like(leaves, like, strict=strict)
+
+
+class _StateLeaves(NamedLeaves):
+    def __init__(self, state: Mapping[str, Any]):
+        if not isinstance(state, Mapping) or not isinstance(state.get(_TENSORS), Mapping) or KEY not in state:
+            raise CheckpointError(f"the state has no {_TENSORS!r} and {KEY!r}.", fix="Make it with to_state_dict.")
+        self._arrays = state[_TENSORS]
+        raw = np.asarray(state[KEY])
+        described = loaded(raw.tobytes().decode("utf-8", "replace"), "the state")
+        self._layouts = described.get("layouts", {})
+        if raw.dtype != np.uint8 or not isinstance(self._layouts, dict):
+            raise CheckpointError("the state has metadata that it should not.")
+        structure = described.get("structure", NO_STRUCTURE)
+        super().__init__(
+            "the state", described.get("leaves", {}), self._layouts, structure, described.get("aliases", {})
+        )
+
+    def read(self, name: str, sharding: Any = None) -> Any:
+        name = self.known(name)
+        with about(self.path, name):
+            made = restore(self.description(name), self._fetch)
+            is_split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+            if not is_split:
+                return made
+            return made.with_sharding(sharding) if hasattr(made, "with_sharding") else jax.device_put(made, sharding)
+
+    def _fetch(self, tensor: str, dtype: Any = None, numpy: bool = False) -> Any:
+        array = self._array(tensor)
+        if dtype is not None and dtype != array.dtype:
+            array = from_stored(np.asarray(array), dtype)
+        if numpy or not fits_jax(np.dtype(array.dtype)):
+            return np.asarray(array)
+        return array if isinstance(array, jax.Array) else jax.device_put(array)
+
+    def _array(self, tensor: str) -> Any:
+        """The stored array, checked against its layout."""
+        layout = self._layouts[tensor]
+        if not isinstance(layout, list) or len(layout) != 2:
+            raise CheckpointError(f"has the layout {layout!r:.100}.")
+        check_shape(layout[1], CheckpointError)
+        shape, dtype = tuple(layout[1]), named_dtype(layout[0])
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        array = self._arrays.get(tensor)
+        if array is None or not hasattr(array, "dtype"):
+            raise CheckpointError(f"is not among the arrays of the state: {array!r:.100}.")
+        if (tuple(array.shape), array.dtype) != (shape, dtype):
+            what = f"is {array.dtype}{list(array.shape)} in the state, but was {dtype}{list(shape)} when it was made."
+            raise CheckpointError(what)
+        return array

@@ -1,0 +1,1 @@
+"""What other programs write: GGUF, bitsandbytes, Orbax, Flax."""

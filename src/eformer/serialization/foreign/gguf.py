@@ -1,0 +1,151 @@
+"""GGUF files: their metadata, and their tensors as arrays of JAX, without requantizing."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eformer._formats.grouped.array import GROUP, GroupedArray
+from eformer.errors import CheckpointError
+
+from ..safetensors.dtypes import fits_jax
+from ..safetensors.reading import aligned_empty, open_regular
+from .gguf_blocks import DECODERS
+from .gguf_header import MAGIC, GgufTensor, parse_gguf
+
+_CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache
+
+# Types that `GroupedArray` holds exactly: bytes in front of the codes, dtype of the codes, the code that means 0.
+_GROUPED: dict[str, tuple[int, Any, int]] = {
+    "Q4_0": (2, np.uint8, 8),
+    "Q4_1": (4, np.uint8, 0),
+    "Q8_0": (2, np.int8, 0),
+}
+
+
+class GgufFile(Mapping[str, Any]):
+    """A GGUF file as a mapping from names to arrays. Opening it reads the header only.
+
+    `metadata` holds the architecture, the tokenizer and so on: numbers, strings, NumPy arrays of numbers, lists of
+    strings. Shapes are as in PyTorch, (out, in), with blocks along the last axis.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        descriptor = open_regular(path)
+        try:
+            if not os.fstat(descriptor).st_size:
+                raise CheckpointError("is empty.", file=self.path)
+            self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        header = parse_gguf(self._map, self.path)
+        self.version, self.metadata, self.tensors = header.version, header.metadata, header.tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.read(name)
+
+    def __repr__(self) -> str:
+        model = self.metadata.get("general.name") or self.metadata.get("general.architecture")
+        return f"GgufFile({str(self.path)!r}, {model!r:.60}, {len(self)} tensors)"
+
+    def read(self, name: str, *, dense: bool = False, dtype: Any = None) -> Any:
+        """One tensor.
+
+        Args:
+            name: as in the file.
+            dense: decode every type; otherwise Q4_0, Q4_1 and Q8_0 stay as they are, as a `GroupedArray`.
+            dtype: of values that are decoded, now or later; by default f32, in which all types are exact.
+        """
+        tensor = self._known(name)
+        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        if tensor.type.dtype is not None:
+            return self._plain(tensor)
+        if not dense and tensor.type.name in _GROUPED:
+            return self._grouped(tensor, dtype)
+        nbytes = math.prod(tensor.shape) * dtype.itemsize
+        return jax.device_put(self.decode_into(aligned_empty(nbytes), name, dtype))
+
+    def decode_into(self, buffer: np.ndarray, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """A tensor stored in blocks, decoded in memory of the caller: bytes, at least as many as it takes."""
+        tensor = self._known(name)
+        size = math.prod(tensor.shape)
+        flat = buffer[: size * np.dtype(dtype).itemsize].view(dtype)
+        for start, values in self.decoded_chunks(name):
+            flat[start : start + values.size] = values
+        return flat.reshape(tensor.shape)
+
+    def decoded_chunks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Positions and flat f32 values of a tensor stored in blocks, a few at a time."""
+        tensor = self._known(name)
+        raw = self._bytes(tensor).reshape(-1, tensor.type.nbytes)
+        step = _CHUNK // tensor.type.values
+        for first in range(0, len(raw), step):
+            with np.errstate(all="ignore"):  # a scale may be anything, infinite included
+                values = DECODERS[tensor.type.name](raw[first : first + step])
+            yield first * tensor.type.values, values.reshape(-1)
+
+    def _known(self, name: str) -> GgufTensor:
+        if name not in self.tensors:
+            raise KeyError(f"{name!r} is not in {self.path}, which holds {len(self)} tensors.")
+        return self.tensors[name]
+
+    def _bytes(self, tensor: GgufTensor) -> np.ndarray:
+        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start) if tensor.nbytes else np.empty(0, "u1")
+
+    def plain_view(self, name: str) -> np.ndarray:
+        """A tensor that is stored as a plain array, as a view of the file."""
+        tensor = self._known(name)
+        return self._bytes(tensor).view(jnp.dtype(tensor.type.dtype)).reshape(tensor.shape)
+
+    def _plain(self, tensor: GgufTensor) -> Any:
+        view = self.plain_view(tensor.name)
+        return jax.device_put(view) if fits_jax(view.dtype) else view
+
+    def _grouped(self, tensor: GgufTensor, dtype: np.dtype) -> GroupedArray:
+        front, kind, zero = _GROUPED[tensor.type.name]
+        groups = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
+        raw = self._bytes(tensor).reshape(*groups, tensor.type.nbytes)
+        numbers = np.ascontiguousarray(raw[..., :front]).view("<f2")  # scale, and offset if there is one
+        codes = jax.device_put(np.ascontiguousarray(raw[..., front:]).view(kind))
+        offset = jax.device_put(np.ascontiguousarray(numbers[..., 1])) if front == 4 else None
+        return GroupedArray(
+            codes, jax.device_put(np.ascontiguousarray(numbers[..., 0])), offset, zero=zero, dtype=dtype
+        )
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Does an ordinary file of that name begin as GGUF files do?"""
+    if not os.path.isfile(path):
+        return False
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
+    """Open a GGUF file (version 2 or 3) without reading its tensors."""
+    return GgufFile(path)
+
+
+def load_gguf(path: str | os.PathLike[str], *, dense: bool = False, dtype: Any = None) -> dict[str, Any]:
+    """All tensors of a GGUF file by name; `dense` and `dtype` as for `GgufFile.read`.
+
+    F32, F16, BF16 and integers come as they are; Q4_0, Q4_1 and Q8_0 as `GroupedArray`s of the same codes; Q5_0, Q5_1
+    and the K types, which have no counterpart here, are decoded.
+    """
+    file = open_gguf(path)
+    return {name: file.read(name, dense=dense, dtype=dtype) for name in file}

@@ -1,0 +1,164 @@
+"""The header of a safetensors file: 8 bytes of length, then JSON that says where each tensor lies.
+
+Nothing in a file is believed: every number is checked against the size of the file before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from eformer.errors import CheckpointError
+
+from .dtypes import DTYPES
+
+# The limits of the safetensors library, and of NumPy.
+MAX_HEADER = 100_000_000
+MAX_RANK = 32
+_MAX_ELEMENTS = 1 << 60
+TRUNCATED = "The file is truncated or not a safetensors file; fetch it again."
+
+# JAX on the CPU takes an array without copying it if it begins at a multiple of 64 bytes.
+ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor: its dtype and shape, and its bytes [start, stop) counted from the end of the header."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """All tensors of a file by name, its metadata, and where the data begins."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+def read_header(descriptor: int, file: Any) -> Header:
+    """Read and check the header of an open file."""
+    size = os.fstat(descriptor).st_size
+    if size < 8:
+        raise CheckpointError(f"has {size} bytes, too few for a header.", file=file, fix=TRUNCATED)
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if length > MAX_HEADER or 8 + length > size:
+        what = f"claims a header of {length:,} bytes, but has {size:,} bytes (allowed: up to {MAX_HEADER:,})."
+        raise CheckpointError(what, file=file, fix=TRUNCATED)
+    return parse_header(_read_exactly(descriptor, length, 8, file), size - 8 - length, file)
+
+
+def parse_header(text: bytes, data_size: int, file: Any) -> Header:
+    """Check the JSON of a header that is followed by `data_size` bytes of data."""
+    table = parse_json(text, file)
+    if not isinstance(table, dict):
+        raise CheckpointError(f"has a header that is no JSON object but {_kind(table)}.", file=file, fix=TRUNCATED)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("has __metadata__ that is no mapping of strings to strings.", file=file)
+    entries = {name: _entry(name, fields, data_size, file) for name, fields in table.items()}
+    _check_cover(entries, data_size, file)
+    return Header(entries, metadata, 8 + len(text))
+
+
+def parse_json(text: bytes, file: Any) -> Any:
+    """Strict JSON: no NaN, no name twice, no nesting beyond what Python can hold."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise CheckpointError(f"holds {constant} in its JSON.", file=file)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise CheckpointError("appears twice.", file=file, tensor=name)
+            found[name] = value
+        return found
+
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except RecursionError as err:
+        raise CheckpointError("holds JSON that is nested too deeply.", file=file) from err
+    except ValueError as err:  # bad UTF-8, bad JSON, a number of thousands of digits
+        raise CheckpointError(f"holds broken JSON: {str(err)[:200]}.", file=file, fix=TRUNCATED) from err
+
+
+def _entry(name: str, fields: Any, data_size: int, file: Any) -> Entry:
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(what, file=file, tensor=name)
+
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
+        raise wrong("has no dtype, shape and data_offsets in the header.")
+    code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise wrong(f"has the unknown dtype {code!r:.100}; known are {', '.join(DTYPES)}.")
+    dtype = DTYPES[code]
+    check_shape(shape, wrong)
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets))):
+        raise wrong(f"has data_offsets {offsets!r:.100}, not two numbers of bytes.")
+    start, stop = offsets
+    if not start <= stop <= data_size:
+        raise wrong(f"lies at bytes {start:,} to {stop:,}, but the file has {data_size:,} bytes of data. {TRUNCATED}")
+    needed = math.prod(shape) * dtype.itemsize
+    if stop - start != needed:
+        raise wrong(f"has {stop - start:,} bytes, but {dtype}{shape} takes {needed:,}.")
+    return Entry(name, dtype, tuple(shape), start, stop)
+
+
+def check_shape(shape: Any, wrong: Any) -> None:
+    """Raise unless this is a shape that NumPy can represent."""
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(is_count, shape)):
+        raise wrong(f"has the shape {shape!r:.100}, not a list of up to {MAX_RANK} sizes.")
+    if math.prod(n for n in shape if n) > _MAX_ELEMENTS:  # an axis of size 0 must not hide the others
+        raise wrong(f"has the absurd shape {shape!r:.100}.")
+
+
+def is_count(value: Any) -> bool:
+    """A non-negative integer of at most 63 bits, and no bool."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _check_cover(entries: Mapping[str, Entry], data_size: int, file: Any) -> None:
+    """The tensors must fill the data without overlaps and holes, as the format demands."""
+    end = 0
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
+        if entry.start != end:
+            what = "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
+            raise CheckpointError(f"begins at byte {entry.start:,}, which {what}.", file=file, tensor=entry.name)
+        end = entry.stop
+    if end != data_size:
+        what = f"has {data_size:,} bytes of data, but its tensors describe {end:,}."
+        raise CheckpointError(what, file=file, fix=TRUNCATED)
+
+
+def _read_exactly(descriptor: int, length: int, offset: int, file: Any) -> bytes:
+    pieces = []
+    while length:
+        piece = os.pread(descriptor, min(length, 1 << 26), offset)
+        if not piece:
+            raise CheckpointError("ended while it was read.", file=file, fix=TRUNCATED)
+        pieces.append(piece)
+        length, offset = length - len(piece), offset + len(piece)
+    return b"".join(pieces)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,177 @@
+"""Output of streaming: files whose headers are known before their tensors, and which take their names when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint.index import SUFFIX, commit_index, index_path, remove_old_set, shard_names
+from ..safetensors.writing import arrange, build_header, raw_bytes, sync_folder
+from ..tree.described import Contents, Leaf
+from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
+from .journal import Journal
+
+_SYNC_SECONDS = 2.0  # work that may be lost when the machine stops
+
+
+class Output:
+    """One file, or several with an index, in the making. `done` counts the leaves that are written, in order.
+
+    Files are hidden `.NAME.part` until all are complete. If a run ends early they stay, for the next to continue.
+    """
+
+    def __init__(
+        self, target: Path, contents: Contents, shards: Sequence[Sequence[Leaf]], extra: Mapping[str, str], run: str
+    ):
+        self._target, self._contents, self._extra = target, contents, extra
+        self._single = len(shards) == 1
+        names = [target.name] if self._single else shard_names(target, len(shards), run[:8])
+        tree = tree_metadata(contents) if self._single else {}
+        self._parts: list[_Part] = []
+        for name, shard in zip(names, shards, strict=True):
+            metadata = {**extra, KEY: dumped(leaves_metadata(shard) | tree)}
+            begin = self._parts[-1].end if self._parts else 0
+            self._parts.append(_Part(target.with_name(name), shard, metadata, begin))
+        self._owners = {tensor: part for part in self._parts for tensor in part.entries}
+        self._journal = Journal(target, run)
+        if not self._journal.continues:
+            _discard_parts(target)
+        self.done = self._usable(min(self._journal.done, len(contents.leaves)))
+        self._synced = time.monotonic()
+
+    def _usable(self, done: int) -> int:
+        """How many leaves of an earlier run are still there."""
+        for part in self._parts:
+            if part.begin >= done:
+                break
+            published = not self._single and part.path.exists()  # the name is that of this very run
+            if not part.is_begun and not published:
+                return part.begin
+        return done
+
+    def begin(self) -> None:
+        """The next leaf is about to be written."""
+        part = next(part for part in self._parts if part.begin <= self.done < part.end)
+        part.open(fresh=self.done == part.begin)
+
+    def write(self, name: str, pieces: Iterable[np.ndarray]) -> None:
+        """Write a tensor of it, whole or in pieces."""
+        self._owners[name].write(name, pieces)
+
+    def finish(self) -> None:
+        """The leaf has been written."""
+        self.done += 1
+        full = [part for part in self._parts if part.end == self.done]
+        if full or time.monotonic() - self._synced > _SYNC_SECONDS:
+            self._sync()
+            for part in full:
+                part.close()
+
+    def _sync(self) -> None:
+        for part in self._parts:
+            part.sync()
+        self._journal.record(self.done)
+        self._synced = time.monotonic()
+
+    def commit(self) -> Path:
+        """Everything is written: give the files their names. Returns the one to load."""
+        for part in self._parts:
+            part.publish()
+        sync_folder(self._target.parent)
+        if self._single:
+            remove_old_set(self._target)
+        else:
+            owners = {tensor: part.path.name for tensor, part in self._owners.items()}
+            total = sum(leaf.nbytes for leaf in self._contents.leaves)
+            commit_index(self._target, self._contents, owners, total, self._extra)
+        self._journal.remove()
+        return self._target if self._single else index_path(self._target)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if kind is not None:
+            with contextlib.suppress(OSError):  # a full disk is reported by what failed first
+                self._sync()
+        for part in self._parts:
+            part.close()
+        self._journal.close()
+
+
+class _Part:
+    """One file in the making, for the leaves `begin` to `end` of all."""
+
+    def __init__(self, path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str], begin: int):
+        entries = arrange([tensor for leaf in leaves for tensor in leaf.layout()])
+        self.path, self.begin, self.end = path, begin, begin + len(leaves)
+        self.entries = {entry.name: entry for entry in entries}
+        self._header = build_header(entries, metadata)
+        self._size = len(self._header) + sum(entry.nbytes for entry in entries)
+        self._hidden = path.with_name(f".{path.name}.part")
+        self._descriptor: int | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Is there a file of an earlier run to continue?"""
+        return self._hidden.is_file() and self._hidden.stat().st_size == self._size
+
+    def open(self, *, fresh: bool) -> None:
+        """Begin the file, or continue it; it has its full size from the start."""
+        if self._descriptor is not None:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if fresh else 0)
+        self._descriptor = os.open(self._hidden, flags, 0o666)
+        if fresh:
+            _write_at(self._descriptor, memoryview(self._header), 0)
+            os.ftruncate(self._descriptor, self._size)
+
+    def write(self, name: str, pieces: Iterable[np.ndarray]) -> None:
+        descriptor: Any = self._descriptor
+        position = len(self._header) + self.entries[name].start
+        for piece in pieces:
+            position = _write_at(descriptor, raw_bytes(piece), position)
+
+    def sync(self) -> None:
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def publish(self) -> None:
+        """Give the file its name."""
+        if self.begin == self.end:  # no leaves at all, so nobody began it
+            self.open(fresh=True)
+        self.sync()
+        self.close()
+        if self._hidden.exists():  # else an earlier run came as far as this
+            os.replace(self._hidden, self.path)
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> int:
+    """Write all of `data`; the position behind it."""
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
+    return position
+
+
+def _discard_parts(target: Path) -> None:
+    """Remove what runs with other arguments left behind."""
+    stem = re.escape(target.name.removesuffix(SUFFIX))
+    ours = re.compile(
+        rf"\.({re.escape(target.name)}|{stem}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)})\.part"
+    )
+    for name in os.listdir(target.parent):
+        if ours.fullmatch(name):
+            target.with_name(name).unlink(missing_ok=True)

@@ -1,0 +1,224 @@
+"""`quantize_file`: from one checkpoint to a quantized one, a tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from eformer._quantize.config import Axis, quantize_stack
+from eformer._quantize.paths import named_leaf
+from eformer._quantize.plan import MIN_SIZE, SKIP, Decision, Plan, plan
+from eformer._quantize.progress import Progress, Reporter
+from eformer._quantize.rules import Choice, Unused
+from eformer.errors import CheckpointError
+
+from ..checkpoint.index import index_path
+from ..checkpoint.save import check_target, checked_metadata, shards_of
+from ..locating import about
+from ..safetensors.reading import aligned_empty
+from ..tree.described import Contents, Leaf, described_leaf, host
+from ..tree.metadata import KEY, leaves_metadata, tree_metadata
+from .output import Output
+from .source import Source, SourceLeaf, open_source
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedLeaf:
+    """What happened to one leaf: the rule that decided (None: none matched), the new format, why it stayed dense."""
+
+    name: str
+    rule: str | None
+    format: str
+    nbytes_in: int
+    nbytes_out: int
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamReport:
+    """The outcome of `quantize_file`."""
+
+    path: Path
+    leaves: tuple[StreamedLeaf, ...]
+    unused: tuple[Unused, ...]
+    resumed: int
+    seconds: float
+
+    @property
+    def nbytes_in(self) -> int:
+        return sum(leaf.nbytes_in for leaf in self.leaves)
+
+    @property
+    def nbytes_out(self) -> int:
+        return sum(leaf.nbytes_out for leaf in self.leaves)
+
+
+def quantize_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    rules: Any = None,
+    *,
+    default: Choice = "nf4",
+    min_size: int = MIN_SIZE,
+    skip: Iterable[str] = SKIP,
+    axis: Axis = None,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: Reporter | None = None,
+) -> StreamReport:
+    """Quantize a checkpoint that need not fit into memory, as `quantize_tree` quantizes a model.
+
+    One tensor and its quantized form are held at a time; tensors that stay dense are copied in small chunks. The target
+    appears when it is complete. A run that was killed continues where it stopped when it is started again with the same
+    arguments; of an input that changed meanwhile, nothing is reused.
+
+    Args:
+        source: a safetensors file, an index of several, a folder that holds one of them, or a GGUF file (decoded).
+        target: the file to write.
+        rules: as for `quantize_tree`: ordered `pattern -> format, configuration or None`, or one format for everything.
+            The first pattern that matches the name of a leaf decides. The report lists rules that decided nothing.
+        default: for leaves that no rule matches; None keeps them.
+        min_size: matrices with fewer values stay as they are, whatever rules say.
+        skip: groups that stay as they are, whatever rules say, as for `quantize_tree`.
+        axis: the axis to quantize along for rules that do not say; by default the contracted one, told by the name:
+            the last of a `weight`, as PyTorch stores it, and the second last of others.
+        max_shard_size: as for `save`.
+        metadata: more strings to keep; those of the source are kept too.
+        progress: called after each leaf.
+    """
+    opened = open_source(source)
+    planned = plan_source(opened, rules, default=default, min_size=min_size, skip=skip, axis=axis)
+    return write_quantized(opened, planned, target, max_shard_size=max_shard_size, metadata=metadata, progress=progress)
+
+
+def plan_source(source: Source, rules: Any = None, **options: Any) -> Plan:
+    """What becomes of every leaf of a file; options are those of `plan`."""
+    return plan([named_leaf(s.leaf.name, s.value) for s in source.leaves], rules, **options)
+
+
+def write_quantized(
+    source: Source,
+    planned: Plan,
+    target: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: Reporter | None = None,
+) -> StreamReport:
+    """Do what was planned for an open source; arguments as for `quantize_file`."""
+    begun, target = time.perf_counter(), Path(target)
+    _check_paths(source, target)
+    steps = _steps(source, planned)
+    extra = checked_metadata({**{k: v for k, v in source.metadata.items() if k != KEY}, **(metadata or {})})
+    contents = Contents([step.leaf for step in steps], source.structure, source.aliases)
+    shards = [list(contents.leaves)] if max_shard_size is None else list(shards_of(contents.leaves, max_shard_size))
+    run = _fingerprint(source.identity, planned, contents, shards, extra)
+    with Output(target, contents, shards, extra, run) as output:
+        resumed = output.done
+        _run(steps, output, progress)
+        path = output.commit()
+    return StreamReport(path, tuple(s.outcome for s in steps), planned.unused, resumed, time.perf_counter() - begun)
+
+
+def _check_paths(source: Source, target: Path) -> None:
+    check_target(target)
+    # The index too: committing the target removes the files of an earlier checkpoint of that name.
+    if {p.resolve() for p in source.paths} & {target.resolve(), index_path(target).resolve()}:
+        raise CheckpointError("is the source too; write to another file.", file=target)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One leaf: where it comes from, what was decided, and what it becomes."""
+
+    source: SourceLeaf
+    decision: Decision
+    leaf: Leaf
+
+    @property
+    def outcome(self) -> StreamedLeaf:
+        config, before = self.decision.config, self.source.leaf
+        plain = "dense" if self.source.read is not None else "as it was"
+        kind = plain if config is None else str(config.dtype)
+        return StreamedLeaf(
+            before.name, self.decision.rule, kind, before.nbytes, self.leaf.nbytes, self.decision.reason
+        )
+
+    def quantize(self, array: Any) -> Any:
+        config: Any = self.decision.config
+        return quantize_stack(array, config, self.decision.role.batch)
+
+
+def _steps(source: Source, planned: Plan) -> list[_Step]:
+    taken = {s.leaf.name for s in source.leaves} | {t for s in source.leaves for t in s.leaf.tensors}
+    shapes: dict[Any, Any] = {}
+    steps = []
+    for before, decision in zip(source.leaves, planned.decisions, strict=True):
+        step = _Step(before, decision, before.leaf)
+        if decision.config is not None:
+            dtype = jax.dtypes.canonicalize_dtype(before.value.dtype)
+            key = (decision.config, decision.role.batch, before.value.shape, dtype)
+            with about(None, before.leaf.name):
+                if key not in shapes:
+                    shapes[key] = _abstract(step, jax.ShapeDtypeStruct(before.value.shape, dtype))
+                step = dataclasses.replace(step, leaf=described_leaf(before.leaf.name, shapes[key], taken))
+        steps.append(step)
+    return steps
+
+
+def _abstract(step: _Step, shape: jax.ShapeDtypeStruct) -> Any:
+    try:
+        return jax.eval_shape(step.quantize, shape)
+    except (TypeError, ValueError) as err:
+        raise CheckpointError(f"cannot be quantized as {step.decision.config}: {err}") from err
+
+
+def _fingerprint(identity: Any, planned: Plan, contents: Contents, shards: Any, extra: Any) -> str:
+    """What must not change between two runs for the second to continue the first."""
+    names = [[leaf.name for leaf in shard] for shard in shards]
+    tree = tree_metadata(contents), leaves_metadata(contents.leaves)
+    decided = [[None if d.config is None else d.config.to_json(), d.role.batch] for d in planned.decisions]
+    text = json.dumps([identity, decided, names, tree, extra, jax.__version__], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _run(steps: Sequence[_Step], output: Output, progress: Reporter | None) -> None:
+    total = sum(step.source.leaf.nbytes for step in steps)
+    largest = max((step.source.leaf.nbytes for step in steps if step.decision.config is not None), default=0)
+    # One buffer for all: JAX may hold on to the memory of an array for a while after it was deleted.
+    buffer = aligned_empty(largest)
+    done = 0
+    for number, step in enumerate(steps):
+        before = step.source.leaf
+        if number >= output.done:
+            with about(None, before.name):
+                if number + 1 < len(steps):
+                    steps[number + 1].source.announce()
+                output.begin()
+                _do(step, output, buffer)
+                output.finish()
+        done += before.nbytes
+        if progress is not None:
+            progress(Progress(before.name, done, total))
+
+
+def _do(step: _Step, output: Output, buffer: np.ndarray) -> None:
+    if step.decision.config is None:
+        for name, chunks in step.source.copy.items():
+            output.write(name, chunks())
+        return
+    dense = jax.device_put(step.source.read(buffer))  # pyright: ignore[reportOptionalCall] - planned so
+    made = jax.block_until_ready(step.quantize(dense))
+    dense.delete()
+    leaf = described_leaf(step.leaf.name, made, set())
+    for name, array in zip(step.leaf.tensors, leaf.tensors.values(), strict=True):
+        output.write(name, [host(array, name)])

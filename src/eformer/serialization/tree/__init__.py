@@ -1,0 +1,1 @@
+"""Trees as named tensors and JSON, and back. Knows nothing of files."""

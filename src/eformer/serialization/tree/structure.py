@@ -1,0 +1,115 @@
+"""The structure of a pytree as JSON, and a name for each of its leaves.
+
+Dicts, lists, tuples and None come back as what they were. Other nodes (dataclasses, modules, states of a framework)
+come back as dicts of their children, because a file cannot make classes; `like=` gives them their class again.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.tree_util as jtu
+
+from eformer._core import tree_flatten_with_path_with_implicit
+from eformer.errors import CheckpointError
+
+from . import plain_values
+from .plain_values import MAX_DEPTH
+
+_ROOT = "tensor"
+_TAKEN = ("__metadata__",)  # has a meaning of its own in the file format
+_DICTS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered_dict"}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
+
+
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Every leaf with its name, implicit arrays being leaves, and the treedef.
+
+    >>> named_leaves({"b": [1, 2], "a": 3})[0]
+    [('a', 3), ('b.0', 1), ('b.1', 2)]
+    """
+    pairs, treedef = tree_flatten_with_path_with_implicit(tree)
+    return list(zip(leaf_names(path for path, _ in pairs), (leaf for _, leaf in pairs), strict=True)), treedef
+
+
+def leaf_names(paths: Iterable[Any]) -> list[str]:
+    """Key paths joined by dots; names that would be equal are numbered."""
+    names: list[str] = []
+    taken: set[str] = set(_TAKEN)
+    for path in paths:
+        plain = jtu.keystr(path, simple=True, separator=".") or _ROOT
+        names.append(unused(plain, taken))
+    return names
+
+
+def unused(name: str, taken: set[str]) -> str:
+    """`name`, or a numbered one if it is taken; the result is taken afterwards."""
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}#{number}"
+    taken.add(found)
+    return found
+
+
+def describe_structure(tree: Any, names: Iterable[str]) -> Any:
+    """JSON for the nodes of a tree; `names` are those of its leaves in the order of `named_leaves`."""
+    pairs, _ = tree_flatten_with_path_with_implicit(tree)
+    by_path = {path: name for (path, _), name in zip(pairs, names, strict=True)}
+    return _describe(tree, (), by_path)
+
+
+def _describe(node: Any, path: tuple[Any, ...], names: dict[Any, str]) -> Any:
+    if path in names:
+        return names[path]
+    if node is None:
+        return None
+    if len(path) >= MAX_DEPTH:
+        raise CheckpointError(f"trees deeper than {MAX_DEPTH} cannot be saved.", tensor=jtu.keystr(path))
+    kind = type(node)
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: [_describe(v, (*path, jtu.SequenceKey(i)), names) for i, v in enumerate(node)]}
+    if kind in _DICTS:
+        items = [[_key(k), _describe(v, (*path, jtu.DictKey(k)), names)] for k, v in node.items()]
+        return {_DICTS[kind]: items}
+    children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    items = [[jtu.keystr(key, simple=True), _describe(child, (*path, *key), names)] for key, child in children]
+    return {"node": [kind.__name__, items]}
+
+
+def _key(key: Any) -> Any:
+    """JSON for the key of a dict. A key that is no plain value comes back as its text."""
+    try:
+        return plain_values.encode(key)
+    except CheckpointError:
+        return str(key)
+
+
+def build(structure: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
+    """The tree of a structure, `leaf(name)` being its leaves."""
+    if structure is None:
+        return None
+    if isinstance(structure, str):
+        return leaf(structure)
+    if depth > MAX_DEPTH or not isinstance(structure, dict) or len(structure) != 1:
+        raise CheckpointError(f"holds a structure it should not: {structure!r:.100}.")
+    ((kind, body),) = structure.items()
+    if kind == "node" and isinstance(body, list) and len(body) == 2:
+        kind, body = "dict", body[1]
+    if not isinstance(body, list):
+        raise CheckpointError(f"holds a structure it should not: {structure!r:.100}.")
+    if kind in ("list", "tuple"):
+        items = [build(item, leaf, depth + 1) for item in body]
+        return items if kind == "list" else tuple(items)
+    if kind in ("dict", "ordered_dict"):
+        pairs = [(plain_values.decode(k), build(v, leaf, depth + 1)) for k, v in map(_pair, body)]
+        return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
+    raise CheckpointError(f"holds a structure of the unknown kind {kind!r:.100}.")
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise CheckpointError(f"holds a key and value that are {item!r:.100}.")
+    return item[0], item[1]
