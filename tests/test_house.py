@@ -10,7 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax._src import core as jax_core
+from jax._src import linear_util as jax_linear_util
+from jax._src.interpreters import batching as jax_batching
+from jax._src.interpreters import mlir as jax_mlir
+from jax.extend.core import ClosedJaxpr
 
 import eformer
 
@@ -135,6 +142,108 @@ def test_only_the_compat_module_reaches_private_jax():
 )
 def test_every_way_to_private_jax_is_seen(source):
     assert private_jax("eformer._core.trace", source)
+
+
+# Parts of JAX that are public by name but hardly documented: which rooms may import them, beside eformer._jax.
+UNDOCUMENTED_IMPORTS: dict[str, tuple[str, ...]] = {
+    "jax.extend": ("eformer._kernels",),
+    "jax.interpreters": ("eformer._kernels",),
+    "jax.core": (),
+    "jax.experimental.custom_partitioning": ("eformer._kernels",),
+    "jax.experimental.pallas": ("eformer._kernels.tpu",),
+}
+# Attributes of JAX's tracers, traces, abstract values, primitives and jaxprs that other rooms may touch.
+UNDOCUMENTED_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "aval": ("eformer._core", "eformer._kernels"),
+    "bind": ("eformer._core", "eformer._kernels"),
+    "def_abstract_eval": ("eformer._core", "eformer._kernels"),
+    "def_impl": ("eformer._core", "eformer._kernels"),
+    "eqns": ("eformer._formats",),
+    "full_lower": ("eformer._core",),
+    "multiple_results": ("eformer._core", "eformer._kernels"),
+    "process_primitive": ("eformer._core",),
+    "to_concrete_value": ("eformer._core",),
+    "to_tangent_aval": ("eformer._kernels",),
+}
+# Documented methods of arrays that only concrete ones have, and words that mean something else where we use them.
+NOT_OF_JAX = frozenset({"delete", "devices", "is_deleted", "unsafe_buffer_pointer"})
+NOT_OF_JAX |= {"backend", "layout", "module", "params", "primitive", "wrap"}
+
+
+def insides_of_jax() -> frozenset[str]:
+    """Names of attributes that the objects of JAX's own machinery have, and arrays and Python's types have not."""
+    insides = (
+        jax_core.Trace,
+        jax_core.Tracer,
+        jax_core.ShapedArray,
+        jax_core.Primitive,
+        jax_core.Jaxpr,
+        ClosedJaxpr,
+        jax_core.JaxprEqn,
+        jax_batching.BatchTracer,
+        jax_mlir.LoweringRuleContext,
+        jax_mlir.ModuleContext,
+        jax_linear_util.WrappedFun,
+    )
+    everyday = (jax.Array, jax.ShapeDtypeStruct, jax.sharding.NamedSharding, np.ndarray, Path, dict, str, tuple, set)
+    names = {name for cls in insides for name in attributes(cls)} - {name for cls in everyday for name in dir(cls)}
+    return frozenset(name for name in names if not name.startswith("__")) - NOT_OF_JAX
+
+
+def attributes(cls: type) -> set[str]:
+    fields = [name for base in cls.__mro__ for name in (*vars(base).get("__annotations__", ()), *slots(base))]
+    return {*dir(cls), *fields}
+
+
+def slots(cls: type) -> tuple[str, ...]:
+    found = vars(cls).get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def touched(source: str, names: frozenset[str]) -> list[tuple[str, int]]:
+    """Attributes of these names, and their lines: read from anything but `self` and modules, or defined for JAX."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            owner = ast.unparse(node.value)
+            is_module = owner == "jax" or (owner.startswith("jax.") and owner.replace(".", "").isalpha())
+            found += [] if owner == "self" or is_module else [(node.attr, node.lineno)]
+        elif isinstance(node, ast.ClassDef) and any("_jax." in ast.unparse(base) for base in node.bases):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef) and m.name in names]
+            found += [(m.name, m.lineno) for m in methods]
+    return found
+
+
+def test_undocumented_modules_of_jax_are_imported_by_few():
+    wrong = [
+        f"{path.relative_to(SRC)}:{line} imports {target}"
+        for module, path in MODULES.items()
+        if not inside(module, "eformer._jax")
+        for target, line in imports_of(module, path)
+        for part, rooms in UNDOCUMENTED_IMPORTS.items()
+        if inside(target, part) and not any(inside(module, room) for room in rooms)
+    ]
+    assert not wrong, f"move what these need into eformer/_jax: {wrong}"
+
+
+def test_other_rooms_touch_only_these_insides_of_jax():
+    names = insides_of_jax()
+    assert {"_trace", "mat", "module_context", "batch_dim", "bind_with_trace", "aval", "eqns"} <= names
+    wrong = [
+        f"{path.relative_to(SRC)}:{line} touches .{name}"
+        for module, path in MODULES.items()
+        if not inside(module, "eformer._jax")
+        for name, line in touched(path.read_text(), names)
+        if not any(inside(module, room) for room in UNDOCUMENTED_ATTRIBUTES.get(name, ()))
+    ]
+    assert not wrong, f"move these into eformer/_jax, or rename what is not JAX's: {wrong}"
+
+
+def test_new_uses_of_insides_of_jax_are_seen():
+    names = insides_of_jax()
+    assert touched("def f(x):\n    return x._trace.main", names)
+    assert touched("from eformer import _jax\nclass T(_jax.LayeredTrace):\n    def stage_value(self, x): ...", names)
+    assert not touched("def f(x):\n    return x.shape, x.dtype, x.sharding.spec, x.at[0].set(1)", names)
 
 
 def test_every_module_has_a_place():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from typing import Any
 
@@ -141,7 +142,7 @@ def _hi_primitive(primitive: Any, values: list[Any], params: dict[str, Any]) -> 
         jaxpr, prevent_cse, policy = remat
         return _checkpointed(jaxpr, prevent_cse, policy, values)
     if _jax.is_jnp_hi_primitive(hi):
-        return run(lambda *a: primitive.to_lojax(*a, **params), values)
+        return run(functools.partial(_jax.lower_hi_primitive, primitive, **params), values)
     return primitive.bind(*(dense_for(primitive, v) for v in values), **params)
 
 

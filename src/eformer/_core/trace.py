@@ -50,22 +50,14 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-class ImplicitTracer(_jax.Tracer):
+class ImplicitTracer(_jax.LayeredTracer):
     """An implicit array while a function runs under `implicit`."""
 
-    __slots__ = ["value"]
-
-    def __init__(self, trace: ImplicitTrace, value: ImplicitArray):
-        self._trace = trace
-        self.value = value
-
-    @property
-    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.value.aval
+    __slots__ = ()
 
     def full_lower(self) -> Any:
         """A tracer that outlived its `with` block, or left its task, is an ordinary array from then on."""
-        return self if self._trace.is_open() else _fallback.dense_for("a value used after its scope", self.value)
+        return self if self.layer.is_open() else _fallback.dense_for("a value used after its scope", self.value)
 
     def to_concrete_value(self) -> Any:
         """`bool(x)`, `x.item()`, boolean masks: as on a plain array, unless a surrounding jit hides the numbers.
@@ -76,7 +68,7 @@ class ImplicitTracer(_jax.Tracer):
         return None if hidden else self.value
 
     def materialize(self) -> Any:
-        with _jax.set_current_trace(self._trace.parent_trace):
+        with _jax.set_current_trace(self.layer.parent_trace):
             return _fallback.materialize_on_request(self.value)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +103,7 @@ class ImplicitTrace(_jax.LayeredTrace):
         return not self.closed and (not self.is_block or self in open_blocks.get())
 
     def unwrap(self, x: Any) -> Any:
-        return x.value if type(x) is ImplicitTracer and x._trace.tag is self.tag else x
+        return x.value if type(x) is ImplicitTracer and x.tag is self.tag else x
 
     def wrap(self, x: Any) -> Any:
         return ImplicitTracer(self, x) if isinstance(x, ImplicitArray) else x
@@ -121,14 +113,16 @@ class ImplicitTrace(_jax.LayeredTrace):
             return _jax.bind_at(primitive, self.parent_trace, tracers, params)
         tag, found, values = self.tag, False, []
         for t in tracers:
-            if type(t) is ImplicitTracer and t._trace.tag is tag:
+            if type(t) is ImplicitTracer and t.tag is tag:
                 t, found = t.value, True
             elif not found and isinstance(t, ImplicitArray):
                 found = True
             values.append(t)
         if primitive is box_p:
             return ImplicitTracer(self, unbox(values, params["treedef"]))
-        if not found and not _may_hide_box(primitive, params):
+        if not found and not (
+            params and (primitive.multiple_results or primitive.name in STRUCTURAL) and _jax.params_use(params, box_p)
+        ):
             return _jax.bind_at(primitive, self.parent_trace, values, params)
         with _jax.set_current_trace(self.parent_trace):
             out = dispatch(primitive, values, params)
@@ -241,16 +235,16 @@ def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expect
 
 def _check_one(handler: Any, primitive: Any, result: Any, aval: Any, operands: list[Any]) -> None:
     if not hasattr(result, "shape") and not isinstance(result, (bool, int, float, complex)):
-        _wrong_result(handler, primitive, f"{result!r} ({type(result).__name__})", aval.str_short(), operands)
+        _wrong_result(handler, primitive, f"{result!r} ({type(result).__name__})", _shown(aval), operands)
     shape, dtype = jnp.shape(result), jnp.result_type(result)
     if shape == aval.shape and (dtype == aval.dtype or not hasattr(result, "dtype")):
         return
-    found = f"{dtype.name}[{','.join(map(str, shape))}]"
+    found = _shown(jax.ShapeDtypeStruct(shape, dtype))
     if shape == ():  # broadcasts like any scalar; the odd handler uses that on purpose
-        message = f"handler {handler.name} for {primitive} returned a scalar {found}, expected {aval.str_short()}"
+        message = f"handler {handler.name} for {primitive} returned a scalar {found}, expected {_shown(aval)}"
         warnings.warn(message, errors.HandlerResultWarning, stacklevel=2)
         return
-    _wrong_result(handler, primitive, found, aval.str_short(), operands)
+    _wrong_result(handler, primitive, found, _shown(aval), operands)
 
 
 def _wrong_result(handler: Any, primitive: Any, found: str, expected: str, operands: list[Any]) -> None:
@@ -262,26 +256,5 @@ def _wrong_result(handler: Any, primitive: Any, found: str, expected: str, opera
     )
 
 
-# -- boxes inside jaxprs -----------------------------------------------------------------------------------------------
-
-_boxes: dict[int, tuple[Any, bool]] = {}
-_BOXES_LIMIT = 8192
-
-
-def _may_hide_box(primitive: Any, params: dict[str, Any]) -> bool:
-    return bool(params) and (primitive.name in STRUCTURAL or primitive.multiple_results) and contains_box(params)
-
-
-def contains_box(params: dict[str, Any]) -> bool:
-    """Does a jaxpr in these parameters hold an implicit array? Remembered per jaxpr."""
-    return any(_jaxpr_has_box(_jax.open_jaxpr(jaxpr)) for jaxpr in _jax.jaxprs_in(params))
-
-
-def _jaxpr_has_box(jaxpr: Any) -> bool:
-    known = _boxes.get(id(jaxpr))
-    if known is None or known[0] is not jaxpr:
-        if len(_boxes) >= _BOXES_LIMIT:
-            _boxes.clear()
-        found = any(eqn.primitive is box_p or contains_box(eqn.params) for eqn in jaxpr.eqns)
-        known = _boxes[id(jaxpr)] = (jaxpr, found)
-    return known[1]
+def _shown(aval: Any) -> str:
+    return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"

@@ -35,8 +35,8 @@ from .functions import wrap_function as wrap_function
 from .jaxprs import inlined_early as inlined_early
 from .jaxprs import is_jnp_hi_primitive as is_jnp_hi_primitive
 from .jaxprs import jaxpr_function as jaxpr_function
-from .jaxprs import jaxprs_in as jaxprs_in
-from .jaxprs import open_jaxpr as open_jaxpr
+from .jaxprs import lower_hi_primitive as lower_hi_primitive
+from .jaxprs import params_use as params_use
 from .jaxprs import remat_hi_primitive as remat_hi_primitive
 from .jaxprs import scan_counts as scan_counts
 from .locations import calling_location as calling_location
@@ -52,6 +52,7 @@ from .primitives import mlir as mlir
 from .primitives import primitive_names as primitive_names
 from .processes import distributed_client as distributed_client
 from .traces import LayeredTrace as LayeredTrace
+from .traces import LayeredTracer as LayeredTracer
 from .traces import Trace as Trace
 from .traces import Tracer as Tracer
 from .traces import TraceTag as TraceTag

@@ -15,17 +15,33 @@ def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
     return _ext.jaxpr_as_fun(jaxpr)
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def jaxprs_in(params: dict[str, Any]) -> Iterable[Any]:
+def _jaxprs_in(params: dict[str, Any]) -> Iterable[Any]:
     """Every jaxpr stored in the parameters of an equation, those inside higher-level primitives included."""
-    yield from _ext.jaxprs_in_params(params)
+    found = [*_ext.jaxprs_in_params(params)]
     hi_primitive = params.get("_prim")
     if hi_primitive is not None:
-        inner = {k: v for k, v in vars(hi_primitive).items() if hasattr(v, "eqns") or hasattr(v, "jaxpr")}
-        yield from (open_jaxpr(j) for j in inner.values())
+        found += [v for v in vars(hi_primitive).values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+    return (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in found)
+
+
+_uses: dict[Any, tuple[Any, bool]] = {}
+_USES_LIMIT = 8192
+
+
+def params_use(params: dict[str, Any], primitive: Any) -> bool:
+    """Does a jaxpr in these parameters, at any depth, use `primitive`? Remembered per jaxpr."""
+    return any(_uses_primitive(jaxpr, primitive) for jaxpr in _jaxprs_in(params))
+
+
+def _uses_primitive(jaxpr: Any, primitive: Any) -> bool:
+    key = id(jaxpr), primitive
+    known = _uses.get(key)
+    if known is None or known[0] is not jaxpr:
+        if len(_uses) >= _USES_LIMIT:
+            _uses.clear()
+        found = any(eqn.primitive is primitive or params_use(eqn.params, primitive) for eqn in jaxpr.eqns)
+        known = _uses[key] = (jaxpr, found)
+    return known[1]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -51,3 +67,8 @@ def remat_hi_primitive(hi_primitive: Any) -> tuple[Any, bool, Any] | None:
 def is_jnp_hi_primitive(hi_primitive: Any) -> bool:
     """Does this belong to jax.numpy itself (safe to expand), as opposed to carrying a user's derivative rule?"""
     return type(hi_primitive).__module__.startswith("jax._src.numpy.")
+
+
+def lower_hi_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
+    """What a higher-level primitive does, in ordinary ones."""
+    return primitive.to_lojax(*args, **params)

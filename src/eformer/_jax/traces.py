@@ -63,6 +63,25 @@ def axis_mapped(tracer: Any, array: Any) -> int | None:
     return tracer.batch_dim if isinstance(tracer, _batching.BatchTracer) and tracer.val is array else None
 
 
+class LayeredTracer(Tracer):
+    """A value of ours while a `LayeredTrace` with this tag is at work."""
+
+    __slots__ = ["tag", "value"]
+
+    def __init__(self, trace: LayeredTrace, value: Any):
+        self._trace = trace
+        self.value, self.tag = value, trace.tag
+
+    @property
+    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.value.aval
+
+    @property
+    def layer(self) -> Any:
+        """The trace it belongs to."""
+        return self._trace
+
+
 class LayeredTrace(Trace):
     """A trace above another one, which gets whatever this one does not take.
 
@@ -90,8 +109,7 @@ class LayeredTrace(Trace):
         raise NotImplementedError
 
     def stage_value(self, val: Any) -> Any:
-        ours = isinstance(val, Tracer) and isinstance(val._trace, LayeredTrace)
-        return val if ours else self.parent_trace.stage_value(val)
+        return val if isinstance(val, LayeredTracer) else self.parent_trace.stage_value(val)
 
     def cur_qdd(self, x: Any) -> Any:
         return self.parent_trace.cur_qdd(x)
