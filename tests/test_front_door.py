@@ -195,3 +195,15 @@ def test_messages_survive_the_bases():
     )
     assert str(errors.AmbiguousHandlerError("two match")) == "two match"
     assert (errors.CommandError.status, errors.CommandUsageError.status) == (1, 2)
+
+
+def test_integrations_are_imported_when_they_are_used():
+    program = (
+        "import sys, eformer as ef\n"
+        "assert 'nnx' in dir(ef.integrations) and 'flax' not in sys.modules\n"
+        "print(ef.integrations.nnx.Dispatching.__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "Dispatching"
+    with pytest.raises(AttributeError, match="it has equinox, linen, nnx"):
+        _ = ef.integrations.torch  # pyright: ignore[reportAttributeAccessIssue]

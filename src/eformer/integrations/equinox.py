@@ -1,8 +1,8 @@
 """Equinox: quantized modules, and gradients that leave quantized arrays alone.
 
 >>> import equinox as eqx, jax, jax.numpy as jnp
->>> from eformer.ops.quantization import quantize_tree
->>> model = Dispatching(quantize_tree(eqx.nn.Linear(64, 64, key=jax.random.key(0))))
+>>> import eformer as ef
+>>> model = Dispatching(ef.quantize_tree(eqx.nn.Linear(64, 64, key=jax.random.key(0))))
 >>> model(jnp.ones(64)).shape
 (64,)
 >>> filter_grad(lambda model, x: model(x).sum())(model, jnp.ones(64)).module.bias.shape
@@ -22,10 +22,7 @@ from eformer.ops.quantization import LoraArray
 
 
 class Dispatching(eqx.Module):
-    """A module around another that runs it with dispatch on.
-
-    For code that calls the model itself and cannot be wrapped in `implicit`. The inner module is `module`.
-    """
+    """Runs a module with dispatch on, for code that calls the model and cannot be wrapped in `implicit`."""
 
     module: Any
 
@@ -39,21 +36,22 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def partition(model: Any) -> tuple[Any, Any]:
-    """What can be trained (dense floating arrays, the factors of adapters) and the rest; `combine` joins them.
+    """Split a model into what can be trained (dense floating-point arrays, factors of adapters) and the rest.
 
-    Each has None in place of what the other has, so optax and `eqx.apply_updates` take the first as it is.
+    Each part has None where the other has a value, so optax and `eqx.apply_updates` take the first one directly.
+    `combine` joins the two again.
     """
     spec = jax.tree.map(_trained, model, is_leaf=lambda x: isinstance(x, ImplicitArray))
     return eqx.partition(model, spec, is_leaf=_is_whole)
 
 
 def combine(*parts: Any) -> Any:
-    """The model again, from the parts of `partition`."""
+    """Join the parts of `partition` into one model."""
     return eqx.combine(*parts, is_leaf=_is_whole)
 
 
 def filter_value_and_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """As `eqx.filter_value_and_grad`, for models that hold quantized arrays; `fun` runs with dispatch on."""
+    """Like `eqx.filter_value_and_grad`, for models with quantized arrays; `fun` runs with dispatch on."""
 
     def value_and_grad(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         trained, rest = partition(model)
@@ -67,7 +65,7 @@ def filter_value_and_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> 
 
 
 def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """As `eqx.filter_grad`, for models that hold quantized arrays; `fun` runs with dispatch on."""
+    """Like `eqx.filter_grad`, for models with quantized arrays; `fun` runs with dispatch on."""
 
     def grad(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         value, gradient = filter_value_and_grad(fun, has_aux=has_aux)(model, *args, **kwargs)
@@ -77,7 +75,7 @@ def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[.
 
 
 def _trained(leaf: Any) -> Any:
-    """Whether a leaf is trained; of an adapter the factors are, and nothing below `w`, be it another adapter."""
+    """Whether a leaf is trained. In an adapter only the factors are, and nothing below `w`, even another adapter."""
     if isinstance(leaf, LoraArray):
         parts = (False, _trained(leaf.a), _trained(leaf.b))
         return LoraArray.tree_unflatten(leaf.tree_flatten_with_keys()[1], parts)
@@ -85,5 +83,5 @@ def _trained(leaf: Any) -> Any:
 
 
 def _is_whole(x: Any) -> bool:
-    """Implicit arrays are trained whole or not at all; only adapters have parts that are."""
+    """Is `x` an implicit array that is trained as a whole or not at all? Only adapters have parts that are trained."""
     return isinstance(x, ImplicitArray) and not isinstance(x, LoraArray)

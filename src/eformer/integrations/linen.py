@@ -22,7 +22,7 @@ from eformer.ops.quantization import quantize_tree
 
 
 def quantize(variables: Mapping[str, Any], rules: Any = None, **options: Any) -> Any:
-    """`quantize_tree` of the "params" collection; the others (batch statistics, caches) stay as they are.
+    """Apply `quantize_tree` to the "params" collection; the others (batch statistics, caches) stay as they are.
 
     Args:
         variables: what `model.init` returns.
@@ -31,7 +31,7 @@ def quantize(variables: Mapping[str, Any], rules: Any = None, **options: Any) ->
     """
     if not isinstance(variables, Mapping) or "params" not in variables:
         found = list(variables) if isinstance(variables, Mapping) else type(variables).__name__
-        raise ValueError(f'variables have a "params" collection, got {found}. For bare parameters use quantize_tree.')
+        raise ValueError(f'variables need a "params" collection, got {found}. For bare parameters use quantize_tree.')
     params = quantize_tree(variables["params"], rules, **options)
     if isinstance(variables, FrozenDict):
         return variables.copy({"params": params})
@@ -39,9 +39,9 @@ def quantize(variables: Mapping[str, Any], rules: Any = None, **options: Any) ->
 
 
 def apply_fn(model: nn.Module) -> Callable[..., Any]:
-    """`model.apply` with dispatch on: the `apply_fn` of a `TrainState`, what to jit, what to differentiate.
+    """`model.apply` with dispatch on: give it to a `TrainState`, jit it, differentiate it.
 
-    `model.apply` itself raises Flax's `ScopeParamShapeError` for quantized variables, unless they reach it as arguments
-    of an `implicit` function: Flax compares the shapes of what they store.
+    Flax compares the shapes of stored arrays, so `model.apply` itself raises `ScopeParamShapeError` for quantized
+    variables unless they are arguments of an `implicit` function.
     """
     return implicit(model.apply)

@@ -2,8 +2,8 @@
 
 >>> import jax.numpy as jnp
 >>> from flax import nnx
->>> from eformer.ops.quantization import quantize_tree
->>> model = Dispatching(quantize_tree(nnx.Linear(64, 64, rngs=nnx.Rngs(0))))
+>>> import eformer as ef
+>>> model = Dispatching(ef.quantize_tree(nnx.Linear(64, 64, rngs=nnx.Rngs(0))))
 >>> model(jnp.ones((2, 64))).shape
 (2, 64)
 """
@@ -18,10 +18,7 @@ from eformer._core import ImplicitArray, implicit
 
 
 class Dispatching(nnx.Module):
-    """A module around another that runs it with dispatch on.
-
-    For code that calls the model itself and cannot be wrapped in `implicit`. The inner module is `module`.
-    """
+    """Runs a module with dispatch on, for code that calls the model and cannot be wrapped in `implicit`."""
 
     def __init__(self, module: nnx.Module):
         self.module = module
@@ -36,7 +33,7 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def trainable(path: tuple[Any, ...], value: Any) -> bool:
-    """A filter: dense parameters, which have gradients, and no quantized ones, which have none.
+    """A filter for dense parameters, which have gradients. Quantized ones have none.
 
     Use it as `nnx.DiffState(0, trainable)` with `nnx.grad`, and as `nnx.Optimizer(model, optimizer, wrt=trainable)`.
     For adapters, whose factors are parts of a parameter, see `split_trainable`.
