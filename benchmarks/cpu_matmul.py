@@ -26,7 +26,7 @@ from _timing import FORMATS, Call, interleaved, random_storage, write_json
 
 from eformer._kernels import cpu, qmatmul
 from eformer._kernels.cpu._library import ISAS
-from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.parameters import product_problem
 from eformer.ops.quantization import quantize
 
 SIZES = ("4096x4096", "4096x14336", "14336x4096")
@@ -57,8 +57,8 @@ def forced(fmt: str, form: str, cols: int, isa: int) -> Any:
     """The kernel of one instruction set."""
 
     def run(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        spec = spec_of(x, codes, scale, fmt=fmt, form=form, cols=cols)
-        return cpu.qmatmul(problem_of(spec, "cpu", x, codes, scale), x, codes, scale, isa=isa)
+        problem = product_problem(x, codes, scale, "cpu", fmt=fmt, form=form, cols=cols)
+        return cpu.qmatmul(problem, x, codes, scale, isa=isa)
 
     return jax.jit(run)
 

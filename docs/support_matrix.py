@@ -22,10 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eformer._kernels import gather, qgather, qmatmul, qragged_dot, ragged, select
+from eformer._kernels import Problem, qgather, qmatmul, qragged_dot, select
+from eformer._kernels.backends import is_kernel_available
 from eformer._kernels.cuda._refusals import refuses_machine
-from eformer._kernels.problem import FORMS, problem_of, spec_of
-from eformer._kernels.switch import is_kernel_available
+from eformer._kernels.grouped import GROUPED_PRODUCT
+from eformer._kernels.lookup import LOOKUP
+from eformer._kernels.matmul import PRODUCT
+from eformer._kernels.parameters import FORMS, product_problem
 from eformer.cli._selfcheck import random_storage
 from eformer.jaximus import explain, implicit, leaf_predicate, materialization_policy, materialize
 from eformer.ops.quantization import quantize
@@ -151,7 +154,7 @@ def product(fmt, form, codes, scale):
         return lambda x, c, s: qmatmul(x, c, s, preference=preference, **options)
 
     def asked(platform):
-        return select.CANDIDATES, problem_of(spec_of(x, codes, scale, **options), platform, x, codes, scale)
+        return PRODUCT.candidates, product_problem(x, codes, scale, platform, **options)
 
     return (x, codes, scale), run, asked
 
@@ -166,7 +169,7 @@ def groups(fmt, form, codes, scale):
         return lambda x, c, s: qragged_dot(x, c, s, counts, preference=preference, **options)
 
     def asked(platform):
-        return ragged.CANDIDATES, problem_of(spec_of(x, codes, scale, **options), platform, x, codes, scale)
+        return GROUPED_PRODUCT.candidates, product_problem(x, codes, scale, platform, **options)
 
     return (x, codes, scale), run, asked
 
@@ -181,8 +184,9 @@ def lookup(fmt, form, codes, scale):
 
     def asked(platform):
         block = 2 * codes.shape[-1] if fmt == "nf4" else None
-        table = gather.Table(fmt, K, block, np.dtype(jnp.bfloat16), "native")
-        return gather.CANDIDATES, gather.Lookup(table, platform, ROWS, rows.size, np.dtype(scale.dtype))
+        sizes = {"platform": platform, "m": rows.size, "rows": ROWS, "scale_dtype": np.dtype(scale.dtype)}
+        problem = Problem(fmt, "lookup", K, block, np.dtype(jnp.bfloat16), preference="native", **sizes)
+        return LOOKUP.candidates, problem
 
     return (rows, codes, scale), run, asked
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from eformer._kernels import qmatmul
-from eformer._kernels.problem import Problem, problem_of, spec_of
+from eformer._kernels.parameters import Problem, product_problem
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 FORMS = ("dot", "axpy")
@@ -44,8 +44,7 @@ class Case:
 
     def problem(self, m: int, form: str) -> Problem:
         x = jax.ShapeDtypeStruct((m, self.dense.shape[-1 if form == "dot" else -2]), np.float32)
-        spec = spec_of(x, self.codes, self.scale, fmt=self.fmt, form=form, cols=self.cols)
-        return problem_of(spec, "cpu", x, self.codes, self.scale)
+        return product_problem(x, self.codes, self.scale, "cpu", fmt=self.fmt, form=form, cols=self.cols)
 
     def expected(self, x: Any, form: str = "dot") -> np.ndarray:
         wide = np.asarray(x, np.float64)

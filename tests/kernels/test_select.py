@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._kernels import explain, select
-from eformer._kernels.problem import Spec, problem_of
+from eformer._kernels import explain
+from eformer._kernels.matmul import PRODUCT, TINY
+from eformer._kernels.parameters import product_problem
 from eformer._kernels.select import Candidate
 from eformer._record import recorder
 
@@ -27,8 +28,8 @@ def without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(case, m: int = 2, preference: str = "auto"):
-    spec = Spec("nf4", "dot", case.cols, 64, np.dtype(np.float32), None, preference)
-    return problem_of(spec, "cpu", jax.ShapeDtypeStruct((m, case.cols), jnp.float32), case.codes, case.scale)
+    x, options = jax.ShapeDtypeStruct((m, case.cols), jnp.float32), {"form": "dot", "preference": preference}
+    return product_problem(x, case.codes, case.scale, "cpu", fmt="nf4", cols=case.cols, **options)
 
 
 def test_sizes_decide() -> None:
@@ -47,7 +48,7 @@ def test_preference_decides(preference: str) -> None:
 def test_rejections_have_reasons() -> None:
     rejected = dict(explain(problem(LARGE)).rejected)
     assert "EFORMER_KERNELS" in rejected["native_cpu"]
-    assert f"{select.TINY} values" in rejected["reference"]
+    assert f"{TINY} values" in rejected["reference"]
     assert "ranked after reference" in dict(explain(problem(SMALL)).rejected)["xla"]
     assert "not native_cpu: native kernels are turned off" in str(explain(problem(LARGE)))
 
@@ -61,9 +62,9 @@ def test_a_kernel_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if p.m == 1 else f"only M = 1, not {p.m}"
 
     def run(p, x, codes, scale):
-        return jnp.full((p.m, p.rows), 42.0, p.spec.out_dtype)
+        return jnp.full((p.m, p.rows), 42.0, p.out_dtype)
 
-    monkeypatch.setattr(select, "CANDIDATES", (Candidate("answer", "native", supports, run), *select.CANDIDATES))
+    monkeypatch.setattr(PRODUCT, "candidates", (Candidate("answer", "native", supports, run), *PRODUCT.candidates))
     monkeypatch.setenv("EFORMER_KERNELS", "1")
     assert explain(problem(LARGE, m=1)).name == "answer"
     assert dict(explain(problem(LARGE, m=2)).rejected)["answer"] == "only M = 1, not 2"
@@ -71,7 +72,7 @@ def test_a_kernel_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "EFORMER_KERNELS" in dict(explain(problem(LARGE, m=1)).rejected)["answer"]
     monkeypatch.setenv("EFORMER_KERNELS", "1")
     x = jax.ShapeDtypeStruct((1, 512), jnp.float32)
-    text = str(jax.make_jaxpr(lambda x: select.compute(problem(LARGE, m=1), x, LARGE.codes, LARGE.scale))(x))
+    text = str(jax.make_jaxpr(lambda x: PRODUCT.compute(problem(LARGE, m=1), x, LARGE.codes, LARGE.scale))(x))
     assert "42.0" in text
 
 
@@ -87,7 +88,7 @@ def test_events() -> None:
     assert [e.name for e in events] == ["xla"]
     with recorder() as events:
         jax.make_jaxpr(jax.grad(lambda x: LARGE.product(x).sum()))(x)
-    assert [e.problem.spec.form for e in events] == ["dot", "axpy"]
+    assert [e.problem.form for e in events] == ["dot", "axpy"]
     with recorder() as events:
         jax.vmap(lambda x: LARGE.product(x))(x)
     assert [e.problem.m for e in events] == [1]

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._kernels import qgather, qragged_dot
-from eformer._kernels.switch import is_kernel_available
+from eformer._kernels.backends import is_kernel_available
 from eformer.jaximus import implicit, materialization_policy
 from eformer.ops.quantization import quantize
 

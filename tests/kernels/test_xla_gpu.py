@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from eformer._kernels import native, xla
 from eformer._kernels.cuda import _refusals
-from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.parameters import product_problem
 from eformer._kernels.xla import gpu
 
 from .cases import FORMATS, FORMS, SCALES, Case, make_case, relative_error
@@ -33,8 +33,8 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def product(case: Case, x: Any, form: str, platform: str = "cuda", **options: Any) -> jax.Array:
     codes, scale = jnp.asarray(case.codes), None if case.scale is None else jnp.asarray(case.scale)
-    spec = spec_of(x, codes, scale, fmt=case.fmt, form=form, cols=case.cols, **options)
-    return xla.qmatmul(problem_of(spec, platform, x, codes, scale), x, codes, scale)
+    problem = product_problem(x, codes, scale, platform, fmt=case.fmt, form=form, cols=case.cols, **options)
+    return xla.qmatmul(problem, x, codes, scale)
 
 
 def problems(rng: np.random.Generator, fmt: str, form: str) -> Iterator[tuple[Case, Any]]:

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from eformer import _jax as compat
-from eformer._kernels.problem import FORMATS
-from eformer._kernels.ragged import qragged_dot
-from eformer._kernels.spec import qmatmul
+from eformer._kernels import qmatmul, qragged_dot
+from eformer._kernels.formats import FORMATS
 
 from . import shapes as _shapes
 
@@ -130,8 +129,6 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
 
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
     codes, scale = matrix.kernel_operands()
-    if scale is not None:
-        scale = jnp.broadcast_to(scale, (*x.shape[: matrix.ndim - 2], *scale.shape[-2:]))
     preference = "auto" if matrix.use_kernel else "xla"
     cols = matrix.shape[-1]
     return qmatmul(
@@ -230,8 +227,6 @@ def ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
         order = [0, kept, contracted] if form == "dot" else [0, contracted, kept]
         q = q if order == [0, 1, 2] else _shapes.transpose(q, order)
     codes, scale = q.kernel_operands()
-    if scale is not None:
-        scale = jnp.broadcast_to(scale, (q.shape[0], *scale.shape[-2:]))
     out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
     return qragged_dot(
         x, codes, scale, group_sizes, fmt=q.format, form=form, cols=q.shape[-1], block=q.kernel_block,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from eformer._kernels.spec import NO_GRADIENT
+from eformer._kernels.operation import NO_GRADIENT
 from eformer.errors import QuantizedGradientError
 
 _FACTORS = "\nA factor multiplied into the array counts as part of it; multiply the result of the product instead."

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from eformer._core.fallback import decode, notice_lookup
-from eformer._kernels.gather import qgather
-from eformer._kernels.problem import FORMATS
+from eformer._kernels import qgather
+from eformer._kernels.formats import FORMATS
 
 from . import shapes as _shapes
 from .base import Part
@@ -126,7 +126,7 @@ def _rows(q: Any, axis: int, starts: Starts) -> jax.Array | None:
     notice_lookup(q, (*index.shape, q.shape[axis]))
     return qgather(
         codes, scale, index, fmt=q.format, cols=q.shape[axis], block=q.kernel_block, dtype=q.dtype,
-        preference="auto" if q.use_kernel else "xla",
+        preference="auto" if q.use_kernel else "xla", in_bounds=True,
     )  # fmt: skip
 
 

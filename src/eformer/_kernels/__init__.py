@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .gather import qgather as qgather
-from .problem import Problem as Problem
-from .ragged import qragged_dot as qragged_dot
-from .select import explain as explain
-from .spec import qmatmul as qmatmul
+from .grouped import qragged_dot as qragged_dot
+from .lookup import qgather as qgather
+from .matmul import explain as explain
+from .matmul import qmatmul as qmatmul
+from .parameters import Problem as Problem

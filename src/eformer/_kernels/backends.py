@@ -7,26 +7,41 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 from eformer import _settings, _table
 
 from . import cpu, cuda, native, tpu
+from .formats import FORMATS, one_of
+from .matmul import PRODUCT
+from .parameters import product_problem
+from .select import choose, default_platform
+from .switch import nf4_use_kernel
+
+LIBRARIES = (cpu.LIBRARY, cuda.LIBRARY)
+# What names the instruction set or architecture that is used on this machine.
+INSTRUCTIONS: dict[str, Callable[[], str]] = {
+    "cpu": cpu.isa_name,
+    "cuda": lambda: f"compute capability {jax.local_devices(backend='cuda')[0].compute_capability}",
+    "tpu": tpu.chip_kind,
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A library, and a function that names the instruction set or architecture it will use on this machine."""
+def is_kernel_available(fmt: str = "nf4") -> bool:
+    """Is there a native kernel for products with arrays of this format on the default device? Starts the backend.
 
-    library: native.Library
-    instructions: Callable[[], str]
-
-
-def _architecture() -> str:
-    return f"compute capability {jax.local_devices(backend='cuda')[0].compute_capability}"
-
-
-BACKENDS: tuple[Backend, ...] = (Backend(cpu.LIBRARY, cpu.isa_name), Backend(cuda.LIBRARY, _architecture))
+    >>> is_kernel_available() in (True, False)
+    True
+    """
+    one_of("fmt", fmt, FORMATS)
+    row = FORMATS[fmt]
+    x, scale = jax.ShapeDtypeStruct((1, 64), jnp.float32), jax.ShapeDtypeStruct((128, 1), jnp.float32)
+    codes = jax.ShapeDtypeStruct(row.stored_shape(128, 64, 64), row.code_dtype)
+    options = {"fmt": fmt, "form": "dot", "cols": 64, "preference": "native"}
+    with nf4_use_kernel(True):
+        problem = product_problem(x, codes, scale, default_platform(), **options)
+        return choose(PRODUCT.candidates, problem)[0].kind == "native"
 
 
 def load_kernels() -> list[dict[str, Any]]:
@@ -37,7 +52,7 @@ def load_kernels() -> list[dict[str, Any]]:
     >>> [kernels["backend"] for kernels in load_kernels()]
     ['cpu', 'cuda']
     """
-    return [_state(backend) for backend in BACKENDS]
+    return [_state(library.backend, library) for library in LIBRARIES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +78,27 @@ def kernels() -> Kernels:
     >>> [state["backend"] for state in kernels().states]
     ['cpu', 'cuda', 'tpu']
     """
-    return Kernels((*load_kernels(), tpu.state()))
+    return Kernels((*load_kernels(), _state("tpu", None)))
 
 
-def _state(backend: Backend) -> dict[str, Any]:
-    found: dict[str, Any] = {"backend": backend.library.backend, "path": None, "instructions": None}
+def _state(backend: str, library: native.Library | None) -> dict[str, Any]:
+    """What became of the kernels of a platform. Those of the TPU need no library: Pallas compiles them."""
+    found: dict[str, Any] = {"backend": backend, "path": None, "instructions": None}
     if not _settings.kernels_enabled():
         return {**found, "state": "turned off (EFORMER_KERNELS)"}
     try:
-        jax.local_devices(backend=backend.library.backend)
+        jax.local_devices(backend=backend)
     except RuntimeError:
         return {**found, "state": "there is no such device"}
-    loaded = native.load(backend.library)
-    found["path"] = None if loaded.path is None else str(loaded.path)
-    if loaded.reason is not None:
-        return {**found, "state": loaded.reason}
-    return {**found, "instructions": backend.instructions(), "state": "loaded"}
+    if library is None:
+        state, why = "compiled by Pallas", tpu.refuses_platform(backend)
+    else:
+        loaded = native.load(library)
+        state, why = "loaded", loaded.reason
+        found["path"] = None if loaded.path is None else str(loaded.path)
+    if why is None or library is None:
+        found["instructions"] = INSTRUCTIONS[backend]()
+    return {**found, "state": why or state}
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
@@ -87,5 +107,5 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     >>> export_checks()[0] == export.DisabledSafetyCheck.custom_call("eformer_cpu_qmatmul")
     True
     """
-    names = [name for backend in BACKENDS for name, _ in backend.library.targets]
+    names = [name for library in LIBRARIES for name, _ in library.targets]
     return [export.DisabledSafetyCheck.custom_call(name) for name in names]

@@ -1,4 +1,4 @@
-"""Shared libraries of kernels: found, loaded and registered with XLA at first use, never at import.
+"""Shared libraries of kernels: found, loaded and registered with XLA at first use, never at import; and called.
 
 A library that is missing is mentioned once, one that cannot be used is warned about once. Either way `load` returns the
 reason, and the next implementation takes over.
@@ -11,14 +11,21 @@ import dataclasses
 import functools
 import importlib
 import logging
+import math
+import sys
 import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from eformer import _messages, _settings, errors
+from eformer._jax import result_type
+
+from .parameters import Problem
 
 _log = logging.getLogger("eformer")
 _lock = threading.Lock()
@@ -28,19 +35,28 @@ _lock = threading.Lock()
 class Library:
     """What a library of kernels is called and must contain.
 
-    `package` is the Python package it is installed into; `targets` maps names of XLA custom calls to handler symbols;
+    It is installed into the Python package `package`. `targets` maps names of XLA custom calls to handler symbols;
     `abi_symbol` is a C function that returns `abi`, the version of the handlers' operands and attributes.
     """
 
     backend: str
-    title: str
     compiler: str
     package: str
     filename: str
     abi_symbol: str
     abi: int
     targets: tuple[tuple[str, str], ...]
-    platform: str
+
+    @property
+    def title(self) -> str:
+        return self.backend.upper()
+
+
+def library_of(backend: str, compiler: str, package: str, abi: int, targets: dict[str, str]) -> Library:
+    """libeformer_<backend>, by the names all libraries follow: "gather" is the target eformer_<backend>_gather."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    named = tuple((f"eformer_{backend}_{name}", symbol) for name, symbol in targets.items())
+    return Library(backend, compiler, package, f"libeformer_{backend}{suffix}", f"eformer_{backend}_abi", abi, named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,5 +114,29 @@ def _register(library: Library, handle: Any) -> None:
         jax.local_devices(backend=library.backend)
     except RuntimeError:
         return
+    platform = "cpu" if library.backend == "cpu" else library.title
     for target, symbol in library.targets:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform=library.platform)
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform=platform)
+
+
+# -- custom calls ------------------------------------------------------------------------------------------------------
+
+Result = tuple[tuple[int, ...], Any]  # shape and dtype
+
+
+def call(library: Library, name: str, results: list[Result], operands: tuple[Any, ...], **attributes: int) -> Any:
+    """The results of a target. A scale that is None is handed over as an array without elements."""
+    load(library)  # registers the targets; whoever asked whether the kernels take this problem has done so before
+    avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
+    given = [jnp.zeros((0,), jnp.float32) if operand is None else operand for operand in operands]
+    target = jax.ffi.ffi_call(f"eformer_{library.backend}_{name}", avals)
+    return target(*given, **{name: np.int64(value) for name, value in attributes.items()})
+
+
+def storage_attributes(problem: Problem) -> dict[str, int]:
+    return {"fmt": problem.format.number, "cols": problem.cols, "block": problem.block or 0}
+
+
+def in_one_batch_axis(problem: Problem, *operands: Any) -> list[Any]:
+    count, axes = math.prod(problem.batch), len(problem.batch)
+    return [None if array is None else array.reshape(count, *array.shape[axes:]) for array in operands]

@@ -68,8 +68,8 @@ def pad_last(array: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, extra)])
 
 
-def operation(rule: Rule, whole: Callable[..., jax.Array], local: Callable[..., jax.Array], out_dtype: Any) -> Any:
-    """An operation XLA can split: `whole(*operands)` where it does not, else `local(plan, *operands)` on every device.
+def splittable(rule: Rule, whole: Callable[..., jax.Array], local: Callable[..., jax.Array], out_dtype: Any) -> Any:
+    """A function XLA can split: `whole(*operands)` where it does not, else `local(plan, *operands)` on every device.
 
     `local` gives a partial sum where a contracted factor is split, in the dtype it is to be summed in.
     """

@@ -1,4 +1,4 @@
-"""Native kernels on and off for a piece of a program, and whether there are any."""
+"""Native kernels on and off for a piece of a program."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-import jax
-import jax.numpy as jnp
-
 from eformer import _settings
-
-from .platforms import default_platform
-from .problem import PER_CODE, check_names, problem_of, spec_of
 
 _nf4: contextvars.ContextVar[bool] = contextvars.ContextVar("eformer_nf4_use_kernel", default=True)
 
@@ -52,20 +46,3 @@ def refusal(fmt: str) -> str | None:
 def state() -> tuple[bool, bool]:
     """All a compiled operation may have depended on: part of the key it is remembered by."""
     return _settings.kernels_enabled(), _nf4.get()
-
-
-def is_kernel_available(fmt: str = "nf4") -> bool:
-    """Is there a native kernel for products with arrays of this format on the default device? Starts the backend.
-
-    >>> is_kernel_available() in (True, False)
-    True
-    """
-    from .select import CANDIDATES, choose  # which asks this module
-
-    check_names(fmt, "dot", "native")
-    x, scale = jax.ShapeDtypeStruct((1, 64), jnp.float32), jax.ShapeDtypeStruct((128, 1), jnp.float32)
-    stored = (128, 1, 32) if fmt == "nf4" else (128, 64 // PER_CODE[fmt])
-    codes = jax.ShapeDtypeStruct(stored, jnp.int8 if fmt == "int8" else jnp.uint8)
-    spec = spec_of(x, codes, scale, fmt=fmt, form="dot", cols=64, preference="native")
-    with nf4_use_kernel(True):
-        return choose(CANDIDATES, problem_of(spec, default_platform(), x, codes, scale))[0].kind == "native"

@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._kernels import qmatmul
-from eformer._kernels.platforms import default_platform
-from eformer._kernels.problem import FORMATS, FORMS, PER_CODE, problem_of, spec_of
+from eformer._kernels import explain, qmatmul
+from eformer._kernels.formats import FORMATS
+from eformer._kernels.parameters import FORMS, product_problem
 from eformer._kernels.reference import decode
-from eformer._kernels.select import explain
+from eformer._kernels.select import default_platform
 
 BLOCK = 64
 # Accelerators multiply in 16 bits where nothing else is asked for.
@@ -20,21 +20,16 @@ LIMIT, LIMIT_16_BITS = 2e-6, 5e-3
 
 def random_storage(fmt: str, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scale of a random matrix; any bytes are valid codes, except the ternary 3."""
-    rng = np.random.default_rng(seed)
-    if fmt == "nf4":
-        codes = rng.integers(0, 256, (rows, cols // BLOCK, BLOCK // 2), dtype=np.uint8)
-        return codes, rng.uniform(0.5, 2, (rows, cols // BLOCK)).astype(np.float32)
-    if fmt == "int8":
-        codes = rng.integers(-127, 128, (rows, cols), dtype=np.int8)
-    else:
-        codes = rng.integers(0, 256, (rows, cols // PER_CODE[fmt]), dtype=np.uint8)
+    rng, row = np.random.default_rng(seed), FORMATS[fmt]
+    low, high = (-127, 128) if row.code_dtype == np.int8 else (0, 256)
+    codes = rng.integers(low, high, row.stored_shape(rows, cols, BLOCK), dtype=row.code_dtype)
     if fmt == "ternary":
         codes &= ~((codes >> 1) & codes & 0x55)  # two bits that are both set lose the lower one: 3 becomes 2
-    return codes, rng.uniform(0.5, 2, (rows, 1)).astype(np.float32)
+    return codes, rng.uniform(0.5, 2, (rows, codes.shape[1] if row.blocked else 1)).astype(np.float32)
 
 
 def _kernel(x: Any, codes: Any, scale: Any, **options: Any) -> str:
-    return explain(problem_of(spec_of(x, codes, scale, **options), default_platform(), x, codes, scale)).name
+    return explain(product_problem(x, codes, scale, default_platform(), **options)).name
 
 
 def errors(rows: int = 192, cols: int = 320) -> list[dict[str, Any]]:

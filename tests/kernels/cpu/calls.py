@@ -11,7 +11,7 @@ import numpy as np
 
 from eformer._kernels import cpu
 from eformer._kernels.cpu._library import isa as best_isa
-from eformer._kernels.problem import Problem, out_shape, problem_of, spec_of
+from eformer._kernels.parameters import Problem, out_shape, product_problem
 
 from ..cases import Case, relative_error
 
@@ -39,11 +39,8 @@ class Call:
 
     @property
     def problem(self) -> Problem:
-        case, scale = self.case, self.case.scale
-        spec = spec_of(
-            self.x, case.codes, scale, fmt=case.fmt, form=self.form, cols=case.cols, out_dtype=self.out_dtype
-        )
-        return problem_of(spec, "cpu", self.x, case.codes, scale)
+        case, options = self.case, {"form": self.form, "out_dtype": self.out_dtype}
+        return product_problem(self.x, case.codes, case.scale, "cpu", fmt=case.fmt, cols=case.cols, **options)
 
     def __str__(self) -> str:
         case, dtype = self.case, np.dtype(self.x.dtype).name
@@ -71,8 +68,8 @@ def compute(calls: list[Call]) -> list[np.ndarray]:
         ]
 
     operands = [(jnp.asarray(c.x), c.case.codes, c.case.scale) for c in calls]
-    specs = [(problem.spec, call) for problem, call in zip(problems, calls, strict=True)]
-    poison = poisoned(*((out_shape(spec, call.x, call.case.codes), spec.out_dtype) for spec, call in specs))
+    pairs = zip(problems, calls, strict=True)
+    poison = poisoned(*((out_shape(p, call.x, call.case.codes), p.out_dtype) for p, call in pairs))
     before = {array.unsafe_buffer_pointer() for array in poison}
     results = jax.jit(program, donate_argnums=0, keep_unused=True)(poison, operands)
     assert before.issuperset(array.unsafe_buffer_pointer() for array in results)

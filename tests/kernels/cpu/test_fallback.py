@@ -16,8 +16,7 @@ import pytest
 
 from eformer._kernels import cpu, explain, native
 from eformer._kernels.cpu import tuning
-from eformer._kernels.gather import Lookup, Table
-from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.parameters import Problem, product_problem
 from eformer._record import recorder
 from eformer.errors import KernelFallbackWarning
 from eformer.ops.quantization import QuantizationConfig, quantize
@@ -31,8 +30,8 @@ X = RNG.standard_normal((3, 512)).astype(np.float32)
 
 def choice(platform: str = "cpu", x_dtype=jnp.float32, **options):
     x = jax.ShapeDtypeStruct((3, 512), x_dtype)
-    spec = spec_of(x, CASE.codes, CASE.scale, **{"fmt": "nf4", "form": "dot", "cols": 512, **options})
-    return explain(problem_of(spec, platform, x, CASE.codes, CASE.scale))
+    given = {"fmt": "nf4", "form": "dot", "cols": 512, **options}
+    return explain(product_problem(x, CASE.codes, CASE.scale, platform, **given))
 
 
 def why_not(**options) -> str:
@@ -61,9 +60,9 @@ def test_sizes_at_which_the_tiled_path_is_quicker(monkeypatch: pytest.MonkeyPatc
     assert choice().name == "xla"
     assert "M=3" in why_not()
     assert choice(preference="native").name == "native_cpu"
-    lookup = Lookup(Table("binary", 1024, None, np.dtype(np.float32), "auto"), "cpu", 50, 9999, None)
+    lookup = Problem("binary", "lookup", 1024, None, np.dtype(np.float32), m=9999, rows=50)
     assert "XLA is quicker" in str(cpu.refuses_gather(lookup))
-    assert cpu.refuses_gather(dataclasses.replace(lookup, count=1)) is None
+    assert cpu.refuses_gather(dataclasses.replace(lookup, m=1)) is None
 
 
 def test_the_environment_turns_kernels_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,7 @@ import pytest
 
 from eformer._formats.nf4 import codec
 from eformer._kernels import cpu, qgather, qragged_dot
-from eformer._kernels.encode import Encoding
-from eformer._kernels.gather import Lookup, Table
-from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.parameters import Problem, product_problem
 from eformer._record import recorder
 
 from ..cases import FORMATS, FORMS, SCALES, make_case, relative_error
@@ -47,13 +45,12 @@ def test_groups(fmt: str, form: str, rng: np.random.Generator) -> None:
     scale = SCALES[fmt][int(rng.integers(len(SCALES[fmt])))]
     case = make_case(rng, fmt, 70, 90, block=16, scale=scale, batch=(5,))
     x = jnp.asarray(rng.standard_normal((M, 90 if form == "dot" else 70)), jnp.float32)
-    spec = spec_of(x, case.codes, case.scale, fmt=fmt, form=form, cols=90)
-    problem = problem_of(spec, "cpu", x, case.codes, case.scale)
+    problem = product_problem(x, case.codes, case.scale, "cpu", fmt=fmt, form=form, cols=90)
     ways = list(itertools.product(isas(), THREADS[:2]))
 
     def program(poison, x, codes, scale, sizes):
         del poison
-        return [cpu.qragged(problem, x, codes, scale, sizes, isa=isa, threads=t) for isa, t in ways]
+        return [cpu.qragged(problem, x, codes, sizes, scale, isa=isa, threads=t) for isa, t in ways]
 
     run = jax.jit(program, donate_argnums=0, keep_unused=True)
     for sizes in SIZES:
@@ -76,7 +73,7 @@ def test_grouped_products_are_chosen_and_differentiate(rng: np.random.Generator)
 
     with recorder() as events:
         gradient = jax.jit(jax.grad(loss(ours)))(x)
-    assert [(e.op, e.name, e.problem.spec.form) for e in events] == [
+    assert [(e.op, e.name, e.problem.form) for e in events] == [
         ("qragged_dot", "native_cpu", "dot"), ("qragged_dot", "native_cpu", "axpy"),
     ]  # fmt: skip
     theirs = loss(lambda x: jax.lax.ragged_dot(x, dense, sizes))
@@ -109,13 +106,15 @@ def test_lookups(fmt: str, rng: np.random.Generator) -> None:
     for scale, dtype in itertools.product(SCALES[fmt], (jnp.float32, jnp.bfloat16)):
         case = make_case(rng, fmt, 50, 75, block=16, scale=scale)
         indices = rng.integers(0, 50, 33)
-        dtypes = np.dtype(dtype), None if case.scale is None else case.scale.dtype
-        lookup = Lookup(Table(fmt, 75, 16 if fmt == "nf4" else None, dtypes[0], "auto"), "cpu", 50, 33, dtypes[1])
+        scale_dtype = None if case.scale is None else case.scale.dtype
+        lookup = Problem(
+            fmt, "lookup", 75, 16 if fmt == "nf4" else None, np.dtype(dtype), m=33, rows=50, scale_dtype=scale_dtype
+        )
         ways = list(itertools.product(isas(), THREADS[:2]))
 
         def program(poison, codes, scale, indices, lookup=lookup, ways=ways):
             del poison
-            return [cpu.qgather(lookup, codes, scale, indices, isa=isa, threads=t) for isa, t in ways]
+            return [cpu.qgather(lookup, codes, indices, scale, isa=isa, threads=t) for isa, t in ways]
 
         poison = poisoned(*[((33, 75), dtype)] * len(ways))
         run = jax.jit(program, donate_argnums=0, keep_unused=True)
@@ -158,7 +157,7 @@ def test_codes_and_absmax_equal_those_of_the_codec(dtype, rng: np.random.Generat
         x[7, 0], x[8, cols - 1] = np.nan, np.inf
         array = jnp.asarray(x).astype(dtype)
         expected = codec.encode_reference(np.asarray(array.astype(jnp.float32)), axis=-1, block_size=block)
-        encoding = Encoding("cpu", *x.shape, block, np.dtype(dtype))
+        encoding = Problem("nf4", "encode", cols, block, np.dtype(np.uint8), rows=24, x_dtype=np.dtype(dtype))
         ways = list(itertools.product(isas(), THREADS[:2]))
 
         def program(poison, x, encoding=encoding, ways=ways):

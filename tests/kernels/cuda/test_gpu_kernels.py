@@ -13,7 +13,7 @@ import pytest
 
 from eformer._kernels import cuda, explain, qgather, qragged_dot
 from eformer._kernels.cuda import _wide
-from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.parameters import product_problem
 
 from ..cases import FORMATS, SCALES, Case, make_case
 
@@ -209,8 +209,7 @@ def test_gather_and_ragged(fmt: str) -> None:
 def test_the_kernel_is_chosen_and_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(np.random.default_rng(50), "nf4", 256, 512)
     x = jnp.ones((2, 512), jnp.bfloat16)
-    spec = spec_of(x, case.codes, case.scale, fmt="nf4", form="dot", cols=512)
-    problem = problem_of(spec, "cuda", x, case.codes, case.scale)
+    problem = product_problem(x, case.codes, case.scale, "cuda", fmt="nf4", form="dot", cols=512)
     assert explain(problem).name == "native_cuda"
     assert "eformer_cuda_qmatmul" in jax.jit(case.product).lower(x).as_text()
     monkeypatch.setenv("EFORMER_KERNELS", "0")

@@ -11,7 +11,7 @@ import pytest
 
 from eformer._kernels import native
 from eformer._kernels.cuda import _refusals
-from eformer._kernels.platforms import default_platform
+from eformer._kernels.select import default_platform
 from eformer.jaximus import explain
 from eformer.ops.quantization import is_kernel_available, quantize
 

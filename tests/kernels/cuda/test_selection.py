@@ -14,7 +14,7 @@ import pytest
 
 from eformer._kernels import cuda, explain, native, qragged_dot
 from eformer._kernels.cuda import _refusals, _wide, tuning
-from eformer._kernels.problem import problem_of, spec_of
+from eformer._kernels.parameters import product_problem
 
 from ..cases import FORMATS, make_case
 
@@ -31,8 +31,8 @@ def choice(fmt: str = "nf4", m: int = 2, dtype: Any = jnp.bfloat16, block: int =
     storage = {"block": block} if fmt == "nf4" else {}
     case = make_case(RNG, fmt, 256, 512, **storage)
     x = jax.ShapeDtypeStruct((m, 512), dtype)
-    spec = spec_of(x, case.codes, case.scale, fmt=fmt, cols=512, **{"form": "dot", **options})
-    return explain(problem_of(spec, "cuda", x, case.codes, case.scale))
+    given = {"fmt": fmt, "cols": 512, "form": "dot", **options}
+    return explain(product_problem(x, case.codes, case.scale, "cuda", **given))
 
 
 def lowered(function: Any, *args: Any) -> str:
@@ -50,7 +50,7 @@ def test_every_format_is_taken() -> None:
 @pytest.mark.usefixtures("present")
 def test_what_is_refused_is_refused_with_a_reason() -> None:
     refused = {
-        "no multiple of 32": choice(block=48),
+        "takes multiples of 32": choice(block=48),
         "x is float64": choice(dtype=np.float64),
         "names an algorithm": choice(precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32),
     }

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._kernels import tpu
-from eformer._kernels.problem import Problem, problem_of, spec_of
+from eformer._kernels.parameters import Problem, product_problem
 
 from ..cases import Case
 
 
 def problem(case: Case, form: str, x: Any, **options: Any) -> Problem:
-    spec = spec_of(x, case.codes, case.scale, fmt=case.fmt, form=form, cols=case.cols, **options)
-    return problem_of(spec, "tpu", x, case.codes, case.scale)
+    return product_problem(x, case.codes, case.scale, "tpu", fmt=case.fmt, form=form, cols=case.cols, **options)
 
 
 def interpreted(calls: list[tuple[Case, str, Any]], **options: Any) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from eformer._kernels import qgather, qmatmul, qragged_dot, select
+from eformer._kernels import explain, qgather, qmatmul, qragged_dot
 from eformer._kernels.tpu import _refusals
 from eformer._kernels.tpu._pallas import precision
 
@@ -113,10 +113,10 @@ def test_a_program_can_be_exported() -> None:
 def test_explain_names_the_kernel_and_why_not() -> None:
     case = CASES["nf4"]
     x = aval(4, COLS)
-    assert select.explain(problem(case, "dot", x)).name == "pallas_tpu"
+    assert explain(problem(case, "dot", x)).name == "pallas_tpu"
 
     def refusal(case, x, **options):
-        return dict(select.explain(problem(case, "dot", x, **options)).rejected)["pallas_tpu"]
+        return dict(explain(problem(case, "dot", x, **options)).rejected)["pallas_tpu"]
 
     assert "float16" in refusal(case, aval(4, COLS, dtype=jnp.float16))
     assert "blocks of 32" in refusal(make_case(RNG, "nf4", 16, 64, block=32), aval(4, 64))
@@ -125,7 +125,7 @@ def test_explain_names_the_kernel_and_why_not() -> None:
     assert "ranked after" in refusal(case, x, preference="xla")
     assert (
         "not on rocm"
-        in dict(select.explain(dataclasses.replace(problem(case, "dot", x), platform="rocm")).rejected)["pallas_tpu"]
+        in dict(explain(dataclasses.replace(problem(case, "dot", x), platform="rocm")).rejected)["pallas_tpu"]
     )
 
 
@@ -133,7 +133,7 @@ def test_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(CASES["nf4"], "dot", aval(4, COLS))
     for kind, name in (("TPU v3", "xla"), ("TPU v4", "pallas_tpu"), ("TPU v5 lite", "pallas_tpu"), ("", "pallas_tpu")):
         monkeypatch.setattr(_refusals, "chip_kind", lambda kind=kind: kind)
-        choice = select.explain(asked)
+        choice = explain(asked)
         assert choice.name == name
         assert name != "xla" or "not TPU v3" in dict(choice.rejected)["pallas_tpu"]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._kernels import select
+from eformer._kernels import explain
 from eformer.ops.quantization import is_kernel_available, nf4_use_kernel
 
 from ..cases import make_case
@@ -18,14 +18,14 @@ X = jax.ShapeDtypeStruct((2, 512), jnp.float32)
 
 
 def name(case) -> str:
-    return select.explain(problem(case, "dot", X)).name
+    return explain(problem(case, "dot", X)).name
 
 
 def test_turns_kernels_of_nf4_off_and_on_again() -> None:
     nf4, int8 = (make_case(RNG, fmt, 256, 512) for fmt in ("nf4", "int8"))
     with nf4_use_kernel(False):
         assert (name(nf4), name(int8)) == ("xla", "pallas_tpu")
-        assert "nf4_use_kernel" in dict(select.explain(problem(nf4, "dot", X)).rejected)["pallas_tpu"]
+        assert "nf4_use_kernel" in dict(explain(problem(nf4, "dot", X)).rejected)["pallas_tpu"]
         with nf4_use_kernel(True):
             assert name(nf4) == "pallas_tpu"
         assert name(nf4) == "xla"

@@ -120,7 +120,7 @@ def test_groups(fmt: str, form: str, rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.standard_normal((m, 200 if form == "dot" else 136)), jnp.float32)
     static = problem(case, form, x)
     stored = jnp.asarray(case.codes), jnp.asarray(case.scale)
-    product = jax.jit(lambda sizes: tpu.qragged(static, x, *stored, sizes, interpret=True))
+    product = jax.jit(lambda sizes: tpu.qragged(static, x, stored[0], sizes, stored[1], interpret=True))
     for sizes in ((3, 0, 40, 1), (0, 0, 0, 50), (17, 16, 0, 0), (0, 0, 0, 0)):
         wanted = np.zeros((m, 136 if form == "dot" else 200))
         for group, (start, size) in enumerate(zip(np.cumsum([0, *sizes]), sizes, strict=False)):
@@ -137,6 +137,6 @@ def test_lookup(fmt: str, rng: np.random.Generator) -> None:
         table = SimpleNamespace(
             fmt=fmt, cols=cols, rows=rows, block=64 if fmt == "nf4" else None, out_dtype=np.dtype(np.float32)
         )
-        lookup = jax.jit(lambda codes, scale, i, t=table: tpu.qgather(t, codes, scale, i, interpret=True))
+        lookup = jax.jit(lambda codes, scale, i, t=table: tpu.qgather(t, codes, i, scale, interpret=True))
         found = lookup(case.codes, case.scale, indices)
         assert relative_error(found, case.dense[indices]) < 1e-7

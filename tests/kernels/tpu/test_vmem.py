@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._kernels.problem import Problem, Spec
+from eformer._kernels.parameters import Problem
 from eformer._kernels.tpu import tuning
 from eformer._kernels.tpu._grouped import height_of
 
@@ -22,15 +22,14 @@ def problems():
     formats = [(fmt, None) for fmt in ("int8", "ternary", "binary")] + [("nf4", block) for block in BLOCKS]
     dtypes = [np.dtype(t) for t in (jnp.float32, jnp.bfloat16)]
     for (fmt, block), form, rows, cols, m, dtype in itertools.product(formats, ("dot", "axpy"), ROWS, COLS, M, dtypes):
-        spec = Spec(fmt, form, cols, block, dtype, None, "auto")
-        yield Problem(spec, "tpu", (), m, rows, dtype, None, None)
+        yield Problem(fmt, form, cols, block, dtype, platform="tpu", m=m, rows=rows, x_dtype=dtype)
 
 
 def test_every_choice_fits_and_can_be_tiled() -> None:
     chosen = set()
     for problem in problems():
         g = tuning.geometry(problem, problem.m)
-        used = tuning.vmem_bytes(g, problem.spec.form, problem.x_dtype, problem.spec.out_dtype)
+        used = tuning.vmem_bytes(g, problem.form, problem.x_dtype, problem.out_dtype)
         assert used <= tuning.VMEM_BUDGET, (problem, g, used)
         assert g.bm == g.m or g.bm % 16 == 0
         assert g.br == g.rows or g.br % 128 == 0
@@ -45,10 +44,7 @@ def test_every_choice_fits_and_can_be_tiled() -> None:
 
 
 def test_the_budget_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(
-        Spec("nf4", "dot", 4096, 64, np.dtype(np.float32), None, "auto"), "tpu", (), 2048, 4096, np.dtype(np.float32),
-        None, None,
-    )  # fmt: skip
+    problem = Problem("nf4", "dot", 4096, 64, np.dtype(np.float32), platform="tpu", m=2048, rows=4096)
     large = tuning.geometry(problem, 2048)
     monkeypatch.setattr(tuning, "VMEM_BUDGET", 4 << 20)
     small = tuning.geometry(problem, 2048)

@@ -25,17 +25,9 @@ from eformer._formats import blocks as _blocks
 from eformer._formats import checks as _checks
 from eformer._formats.nf4.double import compress_absmax as compress_absmax
 from eformer._formats.nf4.double import expand_absmax as expand_absmax
-from eformer._kernels.encode import nf4_encode
+from eformer._kernels.encode import nf4_encoder
+from eformer._kernels.formats import NF4_CODEBOOK as CODEBOOK
 
-CODEBOOK: np.ndarray = np.array(
-    [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ],
-    np.float32,
-)  # fmt: skip
 THRESHOLDS: np.ndarray = (CODEBOOK[:-1] + CODEBOOK[1:]) / np.float32(2)
 
 _TINY = np.finfo(np.float32).tiny
@@ -58,10 +50,11 @@ def encode(w: jax.Array, *, axis: int, block_size: int) -> tuple[jax.Array, jax.
     axis = _checks.check_axis(axis, w.ndim)
     block_size = _checks.check_block_size(block_size)
     if axis == -1:
-        return nf4_encode(w, block_size, _encode_last)
+        return _encode_last(w, block_size)
     return _encode_along(w, axis, block_size)
 
 
+@nf4_encoder
 def _encode_last(w: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
     """What a native encoder may compute instead."""
     return _encode_along(w, -1, block_size)

@@ -1,7 +1,7 @@
 """The custom calls. Sizes and dtypes have been checked (`_refusals`); what arrives here is what the handlers take.
 
 `isa` and `threads` are there to be forced by tests and benchmarks: -1 is the best instruction set of the machine, 0 the
-threads of XLA's own pool and 1 the calling thread alone.
+threads of XLA's own pool and 1 the calling thread alone; None chooses by the work there is.
 """
 
 from __future__ import annotations
@@ -13,100 +13,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._jax.avals import result_type
-
-from ..problem import FORMATS, FORMS, Problem, Spec, out_shape
-from ._library import GATHER, NF4_ENCODE, QMATMUL, RAGGED, loaded
+from ..native import Result, call, in_one_batch_axis, storage_attributes
+from ..parameters import FORMS, Problem, out_shape
+from ._library import LIBRARY
 from .tuning import ENCODE_COST, threads_for
-
-Result = tuple[tuple[int, ...], np.dtype]
 
 
 def qmatmul(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array | None,
-    *,
-    isa: int = -1,
-    threads: int | None = None,
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, *, isa: int = -1, threads: int | None = None
 ) -> jax.Array:
     """The product of one problem, batch axes included."""
-    axes = len(problem.batch)
-
-    def flat(array: jax.Array) -> jax.Array:
-        return array.reshape(math.prod(problem.batch), *array.shape[axes:])
-
-    operands = (flat(x), flat(codes), _empty() if scale is None else flat(scale))
-    spec = problem.spec
-    result = (operands[0].shape[0], *out_shape(spec, x, codes)[axes:])
+    operands = tuple(in_one_batch_axis(problem, x, codes, scale))
+    shape = out_shape(problem, x, codes)
+    result = (operands[0].shape[0], *shape[len(problem.batch) :])
     work = math.prod(problem.batch) * problem.m * problem.rows * problem.cols
-    threads = threads_for(work) if threads is None else threads
-    (y,) = _call(QMATMUL, [(result, spec.out_dtype)], operands, **_attributes(spec), isa=isa, threads=threads)
-    return y.reshape(out_shape(spec, x, codes))
+    return _product(problem, "qmatmul", result, operands, work, isa, threads).reshape(shape)
 
 
 def qragged(
     problem: Problem,
     x: jax.Array,
     codes: jax.Array,
-    scale: jax.Array | None,
     group_sizes: jax.Array,
+    scale: Any = None,
     *,
     isa: int = -1,
     threads: int | None = None,
 ) -> jax.Array:
-    """Groups of rows of x (M, K), each times its own matrix; rows behind the last group give zeros."""
-    spec = problem.spec
-    result = (x.shape[0], problem.rows if spec.form == "dot" else spec.cols)
-    threads = threads_for(problem.m * problem.rows * problem.cols) if threads is None else threads
-    operands = (x, codes, _empty() if scale is None else scale, group_sizes.astype(jnp.int32))
-    (y,) = _call(RAGGED, [(result, spec.out_dtype)], operands, **_attributes(spec), isa=isa, threads=threads)
+    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
+    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
+    operands = (x, codes, scale, group_sizes.astype(jnp.int32))
+    return _product(problem, "ragged", result, operands, problem.m * problem.rows * problem.cols, isa, threads)
+
+
+def _product(
+    problem: Problem, name: str, shape: tuple[int, ...], operands: Any, work: int, isa: int, threads: int | None
+) -> jax.Array:
+    attributes = {**storage_attributes(problem), "form": FORMS.index(problem.form), **_how(work, isa, threads)}
+    (y,) = call(LIBRARY, name, [(shape, problem.out_dtype)], operands, **attributes)
     return y
 
 
 def qgather(
-    problem: Any,
+    problem: Problem,
     codes: jax.Array,
-    scale: jax.Array | None,
     indices: jax.Array,
+    scale: Any = None,
     *,
     isa: int = -1,
     threads: int | None = None,
 ) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
-    operands = (codes, _empty() if scale is None else scale, indices.astype(jnp.int32))
     result = ((indices.shape[0], problem.cols), problem.out_dtype)
-    attributes = {"fmt": FORMATS.index(problem.fmt), "cols": problem.cols, "block": problem.block or 0}
-    threads = threads_for(math.prod(result[0])) if threads is None else threads
-    (rows,) = _call(GATHER, [result], operands, **attributes, isa=isa, threads=threads)
+    operands = (codes, scale, indices.astype(jnp.int32))
+    attributes = {**storage_attributes(problem), **_how(math.prod(result[0]), isa, threads)}
+    (rows,) = call(LIBRARY, "gather", [result], operands, **attributes)
     return rows
 
 
-def nf4_encode(problem: Any, x: jax.Array, *, isa: int = -1, threads: int | None = None) -> tuple[jax.Array, jax.Array]:
+def nf4_encode(
+    problem: Problem, x: jax.Array, *, isa: int = -1, threads: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(rows, cols) -> codes (rows, blocks, block / 2) and absmax (rows, blocks)."""
+    assert problem.block is not None
     lead = (x.shape[0], -(-x.shape[1] // problem.block))
-    results: list[Result] = [((*lead, problem.block // 2), np.dtype(np.uint8)), (lead, np.dtype(np.float32))]
-    threads = threads_for(ENCODE_COST * x.size) if threads is None else threads
-    codes, absmax = _call(NF4_ENCODE, results, (x,), block=problem.block, isa=isa, threads=threads)
+    results: list[Result] = [((*lead, problem.block // 2), np.uint8), (lead, np.float32)]
+    codes, absmax = call(
+        LIBRARY, "nf4_encode", results, (x,), block=problem.block, **_how(ENCODE_COST * x.size, isa, threads)
+    )
     return codes, absmax
 
 
-def _attributes(spec: Spec) -> dict[str, int]:
-    return {
-        "fmt": FORMATS.index(spec.fmt),
-        "form": FORMS.index(spec.form),
-        "cols": spec.cols,
-        "block": spec.block or 0,
-    }
-
-
-def _empty() -> jax.Array:
-    """Stands for a scale that is not there."""
-    return jnp.zeros((0,), jnp.float32)
-
-
-def _call(target: str, results: list[Result], operands: tuple[jax.Array, ...], **attributes: int) -> Any:
-    loaded()  # registers the targets; whoever asked `_refusals` has done so before
-    avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
-    return jax.ffi.ffi_call(target, avals)(*operands, **{name: np.int64(value) for name, value in attributes.items()})
+def _how(work: int, isa: int, threads: int | None) -> dict[str, int]:
+    return {"isa": isa, "threads": threads_for(work) if threads is None else threads}

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 
 from .. import native
 
-QMATMUL, RAGGED, GATHER, NF4_ENCODE = (
-    "eformer_cpu_qmatmul", "eformer_cpu_ragged", "eformer_cpu_gather", "eformer_cpu_nf4_encode",
-)  # fmt: skip
-
-LIBRARY = native.Library(
-    backend="cpu",
-    title="CPU",
+LIBRARY = native.library_of(
+    "cpu",
     compiler="C++ compiler",
     package=__name__.rpartition(".")[0],
-    filename="libeformer_cpu.dylib" if sys.platform == "darwin" else "libeformer_cpu.so",
-    abi_symbol="eformer_cpu_abi",
     abi=1,
-    targets=(
-        (QMATMUL, "EformerQmatmul"),
-        (RAGGED, "EformerRagged"),
-        (GATHER, "EformerQgather"),
-        (NF4_ENCODE, "EformerNf4Encode"),
-    ),
-    platform="cpu",
+    targets={
+        "qmatmul": "EformerQmatmul",
+        "ragged": "EformerRagged",
+        "gather": "EformerQgather",
+        "nf4_encode": "EformerNf4Encode",
+    },
 )
 
 # What `eformer_cpu_isa` returns. The kernels of a higher number of one family also run on what has a lower one.

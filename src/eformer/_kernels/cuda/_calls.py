@@ -11,71 +11,61 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from eformer._jax.avals import result_type
-
-from ..problem import FORMATS, Problem, Spec, out_shape
+from ..limits import BF16, F16, F32
+from ..native import Result, call, in_one_batch_axis, storage_attributes
+from ..parameters import Problem, out_shape
 from . import _wide
-from ._library import DEQUANT, GATHER, QMATMUL, RAGGED, WIDE
+from ._library import LIBRARY
 from .tuning import cut, generation, is_skinny
 
-Result = tuple[tuple[int, ...], np.dtype]
 # Rows of x up to which scales are kept out of the decoded matrix.
 FOLD_M = 256
-F32, BF16, F16 = (np.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
 
 
 def decodes_while_multiplying(problem: Problem) -> bool:
     """Is this a product for the fused kernel? Otherwise the matrix is decoded first."""
-    exact = problem.x_dtype == F32 and problem.spec.precision not in (None, lax.Precision.DEFAULT)
-    both_ways = problem.fmt != "nf4" and problem.scale_shape is not None and 1 not in problem.scale_shape
-    return problem.spec.form == "dot" and problem.m <= generation().largest_m and not exact and not both_ways
+    exact = problem.x_dtype == F32 and problem.precision not in (None, lax.Precision.DEFAULT)
+    few = problem.m <= generation().largest_m
+    return problem.form == "dot" and few and not exact and not problem.scaled_both_ways
 
 
-def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """The product of one problem, batch axes included."""
-    axes, count = len(problem.batch), math.prod(problem.batch)
-
-    def flat(array: jax.Array) -> jax.Array:
-        return array.reshape(count, *array.shape[axes:])
-
-    operands = (flat(x), flat(codes), None if scale is None else flat(scale))
+    operands = in_one_batch_axis(problem, x, codes, scale)
     if _wide.takes(problem):
         run = _fused_wide
     else:
         run = _fused if decodes_while_multiplying(problem) else _decode_first
-    return run(problem, *operands).reshape(out_shape(problem.spec, x, codes))
+    return run(problem, *operands).reshape(out_shape(problem, x, codes))
 
 
 def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    spec = problem.spec
     x, scale, merge = prepare(problem, x, scale)
     batch, m, _ = x.shape
-    if is_skinny(spec.fmt, m, spec.cols):
+    if is_skinny(problem.fmt, m, problem.cols):
         tiles, splits = 0, 1  # the library chooses
     else:
-        tiles, splits = cut(spec.fmt, batch, m, problem.rows, spec.cols)
+        tiles, splits = cut(problem.fmt, batch, m, problem.rows, problem.cols)
     shape = (batch, m, problem.rows)
-    results: list[Result] = [(shape, spec.out_dtype if merge is None else F32)]
+    results: list[Result] = [(shape, problem.out_dtype if merge is None else F32)]
     results.append(((splits * math.prod(shape) if splits > 1 else 0,), F32))
-    operands = (x, codes, _empty() if scale is None else scale)
-    y, _ = _call(QMATMUL, results, operands, **_attributes(spec), tiles=tiles, splits=splits)
-    return y if merge is None else merge(y).astype(spec.out_dtype)
+    operands = (x, codes, scale)
+    y, _ = call(LIBRARY, "qmatmul", results, operands, **storage_attributes(problem), tiles=tiles, splits=splits)
+    return y if merge is None else merge(y).astype(problem.out_dtype)
 
 
 def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    spec = problem.spec
     x, scale, merge = prepare(problem, x, scale)
     batch, m, deep = x.shape
-    outs = problem.rows if spec.form == "dot" else spec.cols
-    width, block_outs, splits = _wide.cut(spec.fmt, spec.form, batch, m, outs, deep)
-    operands = (x, codes, _empty() if scale is None else scale)
-    result: Result = ((batch, m, outs), spec.out_dtype if merge is None else F32)
-    shape = {"axpy": int(spec.form == "axpy"), "width": width, "outs": block_outs, "splits": splits}
-    (y,) = _call(WIDE, [result], operands, **_attributes(spec), **shape)
-    return y if merge is None else merge(y).astype(spec.out_dtype)
+    outs = problem.rows if problem.form == "dot" else problem.cols
+    width, block_outs, splits = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
+    operands = (x, codes, scale)
+    result: Result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
+    shape = {"axpy": int(problem.form == "axpy"), "width": width, "outs": block_outs, "splits": splits}
+    (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **shape)
+    return y if merge is None else merge(y).astype(problem.out_dtype)
 
 
 def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
@@ -86,7 +76,7 @@ def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[ja
     if problem.fmt == "nf4":
         assert scale is not None  # checked with the storage
         scale = scale.astype(F32) if scale.dtype == F16 else scale
-    elif scale is not None and scale.shape[-1 if problem.spec.form == "dot" else -2] != 1:
+    elif scale is not None and scale.shape[-1 if problem.form == "dot" else -2] != 1:
         x = x.astype(F32) * scale.astype(F32).reshape(scale.shape[0], 1, -1)
         scale = None
         x = x if problem.x_dtype == F32 else x.astype(BF16)
@@ -104,22 +94,21 @@ def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[ja
 
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
     """One matrix at a time, so that only one decoded matrix exists."""
-    spec = problem.spec
     x, scale, after = fold(problem, x, scale)
 
     def one(operands: tuple[Any, ...]) -> jax.Array:
         rows, stored, factors = operands
         dense = _decoded(problem, stored, factors)
-        dims = (((1,), (1 if spec.form == "dot" else 0,)), ((), ()))
-        wide = spec.out_dtype if spec.out_dtype == rows.dtype else F32
+        dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
+        wide = problem.out_dtype if problem.out_dtype == rows.dtype else F32
         wide = wide if after is None else F32
-        return lax.dot_general(rows, dense, dims, precision=spec.precision, preferred_element_type=wide)
+        return lax.dot_general(rows, dense, dims, precision=problem.precision, preferred_element_type=wide)
 
     if x.shape[0] == 1:
         y = one((x[0], codes[0], None if scale is None else scale[0]))[None]
     else:
         y = lax.map(one, (x, codes, scale))
-    return (y if after is None else y * after).astype(spec.out_dtype)
+    return (y if after is None else y * after).astype(problem.out_dtype)
 
 
 def fold(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
@@ -131,50 +120,35 @@ def fold(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.A
         return x, scale, None
     per_column = scale.shape[-1] != 1
     factor = scale.astype(F32).reshape(scale.shape[0], 1, -1)
-    if per_column == (problem.spec.form == "axpy"):
+    if per_column == (problem.form == "axpy"):
         return x, None, factor
     return (x.astype(F32) * factor).astype(x.dtype), None, None
 
 
 def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    operands = (codes[None], _empty() if scale is None else scale[None])
+    operands = (codes[None], None if scale is None else scale[None])
     result: Result = ((1, problem.rows, problem.cols), problem.x_dtype)
-    (dense,) = _call(DEQUANT, [result], operands, **_attributes(problem.spec))
+    (dense,) = call(LIBRARY, "dequant", [result], operands, **storage_attributes(problem))
     return dense[0]
 
 
 def qragged(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, group_sizes: jax.Array
+    problem: Problem, x: jax.Array, codes: jax.Array, group_sizes: jax.Array, scale: jax.Array | None = None
 ) -> jax.Array:
-    """Groups of rows of x (M, K), each times its own matrix; rows behind the last group give zeros."""
-    spec = problem.spec
+    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     each = -(-problem.m // codes.shape[0])
-    tiles, _ = cut(spec.fmt, codes.shape[0], each, problem.rows, spec.cols)
+    tiles, _ = cut(problem.fmt, codes.shape[0], each, problem.rows, problem.cols)
     if problem.fmt == "nf4" and scale is not None and scale.dtype == F16:
         scale = scale.astype(F32)
-    operands = (x, codes, _empty() if scale is None else scale, group_sizes.astype(jnp.int32))
-    result: Result = ((problem.m, problem.rows), spec.out_dtype)
-    (y,) = _call(RAGGED, [result], operands, **_attributes(spec), tiles=tiles)
+    operands = (x, codes, scale, group_sizes.astype(jnp.int32))
+    result: Result = ((problem.m, problem.rows), problem.out_dtype)
+    (y,) = call(LIBRARY, "ragged", [result], operands, **storage_attributes(problem), tiles=tiles)
     return y
 
 
-def qgather(problem: Any, codes: jax.Array, scale: jax.Array | None, indices: jax.Array) -> jax.Array:
+def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
-    operands = (codes[None], _empty() if scale is None else scale[None], indices.astype(jnp.int32))
-    attributes = {"fmt": FORMATS.index(problem.fmt), "cols": problem.cols, "block": problem.block or 0}
-    (rows,) = _call(GATHER, [((indices.shape[0], problem.cols), problem.out_dtype)], operands, **attributes)
+    operands = (codes[None], None if scale is None else scale[None], indices.astype(jnp.int32))
+    result: Result = ((indices.shape[0], problem.cols), problem.out_dtype)
+    (rows,) = call(LIBRARY, "gather", [result], operands, **storage_attributes(problem))
     return rows
-
-
-def _attributes(spec: Spec) -> dict[str, int]:
-    return {"fmt": FORMATS.index(spec.fmt), "cols": spec.cols, "block": spec.block or 0}
-
-
-def _empty() -> jax.Array:
-    """Stands for a scale that is not there."""
-    return jnp.zeros((0,), jnp.float32)
-
-
-def _call(target: str, results: list[Result], operands: tuple[jax.Array, ...], **attributes: int) -> Any:
-    avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
-    return jax.ffi.ffi_call(target, avals)(*operands, **{name: np.int64(value) for name, value in attributes.items()})

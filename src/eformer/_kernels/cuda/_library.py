@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from .. import native
 
-QMATMUL, WIDE, RAGGED, GATHER, DEQUANT = (
-    "eformer_cuda_qmatmul", "eformer_cuda_wide", "eformer_cuda_ragged", "eformer_cuda_gather", "eformer_cuda_dequant",
-)  # fmt: skip
-
-LIBRARY = native.Library(
-    backend="cuda",
-    title="CUDA",
+LIBRARY = native.library_of(
+    "cuda",
     compiler="CUDA compiler",
     package=__name__.rpartition(".")[0],
-    filename="libeformer_cuda.so",
-    abi_symbol="eformer_cuda_abi",
     abi=2,
-    targets=(
-        (QMATMUL, "EformerCudaQmatmul"),
-        (WIDE, "EformerCudaWide"),
-        (RAGGED, "EformerCudaRagged"),
-        (GATHER, "EformerCudaQgather"),
-        (DEQUANT, "EformerCudaDequant"),
-    ),
-    platform="CUDA",
+    targets={
+        "qmatmul": "EformerCudaQmatmul",
+        "wide": "EformerCudaWide",
+        "ragged": "EformerCudaRagged",
+        "gather": "EformerCudaQgather",
+        "dequant": "EformerCudaDequant",
+    },
 )
 
 

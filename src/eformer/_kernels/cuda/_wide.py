@@ -12,12 +12,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ..problem import Problem
-from .tuning import PER_BYTE
+from ..limits import F32
+from ..parameters import Problem
 
 FEWEST = MappingProxyType({"dot": 17, "axpy": 1})  # rows of x
 SMALL, FEWEST_SMALL = 1 << 26, 9  # values of an INT8 matrix up to which it is quicker from 9 rows of x on
@@ -78,20 +76,18 @@ def has_wgmma() -> bool:
 
 def takes(problem: Problem) -> bool:
     """Can the wide kernel compute this product, and is it the quickest one that can?"""
-    spec = problem.spec
-    doubled = problem.x_dtype == np.dtype(jnp.float32)  # becomes two numbers of 16 bits
-    if doubled and spec.precision not in (None, lax.Precision.DEFAULT):
+    doubled = problem.x_dtype == F32  # becomes two numbers of 16 bits
+    if doubled and problem.precision not in (None, lax.Precision.DEFAULT):
         return False
     rows = problem.m * (2 if doubled else 1)
-    deep = problem.cols if spec.form == "dot" else problem.rows
-    small = spec.fmt == "int8" and spec.form == "dot" and problem.rows * problem.cols <= SMALL
-    fewest = FEWEST_SMALL if small else FEWEST[spec.form]
+    deep = problem.cols if problem.form == "dot" else problem.rows
+    small = problem.fmt == "int8" and problem.form == "dot" and problem.rows * problem.cols <= SMALL
+    fewest = FEWEST_SMALL if small else FEWEST[problem.form]
     if not fewest <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
-    if spec.fmt == "nf4":
-        return (spec.block or 0) % 64 == 0
-    both_ways = problem.scale_shape is not None and 1 not in problem.scale_shape
-    return problem.cols % (16 * PER_BYTE[spec.fmt]) == 0 and not both_ways
+    if problem.fmt == "nf4":
+        return (problem.block or 0) % 64 == 0
+    return problem.cols % (16 * problem.format.per_code) == 0 and not problem.scaled_both_ways
 
 
 def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import jax
 
+from ..formats import FORMATS
+
 
 class Skinny(NamedTuple):
     """Rows of x up to which it is the quickest; of how many columns it takes a multiple; most columns above 8 rows."""
@@ -56,7 +58,6 @@ TABLE: Mapping[str, Generation] = MappingProxyType(
 DEFAULT = "9.0"
 
 MOST_TILES = 8
-PER_BYTE = MappingProxyType({"nf4": 2, "int8": 1, "ternary": 4, "binary": 8})
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def segment_bytes(fmt: str, columns: int) -> int:
 def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
     """Tiles per block and splits of the columns, for the kernel of csrc/cuda/dot.cuh."""
     here, columns = generation(), columns_of(fmt, m)
-    stages = -(-cols // (segment_bytes(fmt, columns) * PER_BYTE[fmt]))
+    stages = -(-cols // (segment_bytes(fmt, columns) * FORMATS[fmt].per_code))
     chunks = batch * -(-m // (8 * columns))
 
     def cost(tiles: int, splits: int) -> float:

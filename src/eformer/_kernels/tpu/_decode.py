@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..reference import NF4_CODEBOOK
+from ..formats import NF4_CODEBOOK
 
 # Where in a word its eight values begin: bytes from low to high, the first value of each in the high nibble.
 SHIFTS = (4, 0, 12, 8, 20, 16, 28, 24)

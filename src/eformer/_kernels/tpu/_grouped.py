@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..problem import Problem
+from ..parameters import Problem
 from ._products import product
 
 # Rows of a tile: enough to fill the registers of bfloat16, few enough not to waste work on the ends of groups.
@@ -36,8 +36,8 @@ def qragged(
     problem: Problem,
     x: jax.Array,
     codes: jax.Array,
-    scale: jax.Array | None,
     group_sizes: jax.Array,
+    scale: jax.Array | None,
     *,
     interpret: Any = False,
 ) -> jax.Array:

@@ -24,8 +24,8 @@ _UNITS = {"nf4": 1024, "int8": 8192, "ternary": 4096, "binary": 2048}
 def qgather(
     problem: Any,
     codes: jax.Array,
-    scale: jax.Array | None,
     indices: jax.Array,
+    scale: jax.Array | None,
     *,
     interpret: Any = False,
     permute: bool | None = None,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..problem import Problem, out_shape
+from ..native import in_one_batch_axis
+from ..parameters import Problem, out_shape
 from ._matmul import Kernel, call
 from ._pallas import can_permute, precision
 from .tuning import Geometry, geometry
@@ -24,15 +24,8 @@ def qmatmul(
     permute: bool | None = None,
 ) -> jax.Array:
     """The product of one problem, batch axes included. `permute` forces a way of decoding nf4, for tests."""
-    axes = len(problem.batch)
-
-    def flat(array: jax.Array) -> jax.Array:
-        return array.reshape(math.prod(problem.batch), *array.shape[axes:])
-
-    y = product(
-        problem, flat(x), flat(codes), None if scale is None else flat(scale), interpret=interpret, permute=permute
-    )
-    return y.reshape(out_shape(problem.spec, x, codes))
+    y = product(problem, *in_one_batch_axis(problem, x, codes, scale), interpret=interpret, permute=permute)
+    return y.reshape(out_shape(problem, x, codes))
 
 
 def product(
@@ -46,24 +39,23 @@ def product(
     permute: bool | None = None,
 ) -> jax.Array:
     """(tiles, M, K) times (matrices, ...) -> (tiles, M, N); see `_matmul.call` for `groups`."""
-    spec = problem.spec
     g = geometry(problem, x.shape[1])
     before, factors = (None, None) if scale is None else _factors(problem, g, scale.astype(jnp.float32))
     kernel = Kernel(
         geometry=g,
-        form=spec.form,
-        out_dtype=spec.out_dtype,
-        precision=precision(spec.precision),
+        form=problem.form,
+        out_dtype=problem.out_dtype,
+        precision=precision(problem.precision),
         permute=can_permute() if permute is None else permute,
         grouped=groups is not None,
-        scaled=factors is not None and spec.fmt != "nf4",
+        scaled=factors is not None and problem.fmt != "nf4",
     )
     if before is not None:
         x = (x * (before if groups is None else before[groups[0]])).astype(x.dtype)
-    if spec.form == "dot":
+    if problem.form == "dot":
         x = split(x, g)
-    y = call(kernel, x, stored(spec.fmt, codes), factors, groups, interpret=interpret)
-    return y if spec.form == "dot" else weave(y, g)[..., : spec.cols]
+    y = call(kernel, x, stored(problem.fmt, codes), factors, groups, interpret=interpret)
+    return y if problem.form == "dot" else weave(y, g)[..., : problem.cols]
 
 
 def stored(fmt: str, codes: jax.Array) -> jax.Array:
@@ -76,16 +68,15 @@ def stored(fmt: str, codes: jax.Array) -> jax.Array:
 
 def _factors(problem: Problem, g: Geometry, scale: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
     """What x is multiplied by before, and the factors the kernel takes: the scales of nf4, or those of y."""
-    spec = problem.spec
-    if spec.fmt == "nf4":
+    if problem.fmt == "nf4":
         return None, scale.swapaxes(1, 2)
     per_row, per_column = scale.shape[1] != 1, scale.shape[2] != 1
     row = scale.reshape(scale.shape[0], 1, -1)
-    if spec.form == "dot":
+    if problem.form == "dot":
         return (row, None) if per_column else (None, jnp.broadcast_to(row, (row.shape[0], 1, g.rows)))
     if per_row:
         return row, None
-    return None, split(jnp.broadcast_to(row, (row.shape[0], 1, spec.cols)), g)
+    return None, split(jnp.broadcast_to(row, (row.shape[0], 1, problem.cols)), g)
 
 
 def split(x: jax.Array, g: Geometry) -> jax.Array:

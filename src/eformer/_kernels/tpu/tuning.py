@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import PER_CODE, Problem
+from ..formats import FORMATS
+from ..parameters import Problem
 
 # Bytes of VMEM one kernel may fill. Mosaic gives a kernel 16 MiB on every generation unless told otherwise; the rest is
 # left for what it allocates itself (spilled registers, relayouts).
@@ -80,29 +81,26 @@ class Geometry:
 
 
 def planes_of(fmt: str) -> int:
-    return 8 if fmt == "nf4" else PER_CODE[fmt]
+    return 8 if fmt == "nf4" else FORMATS[fmt].per_code
 
 
 def units_of(fmt: str, cols: int, block: int | None) -> int:
     """Units of the storage, padding included."""
-    if fmt != "nf4":
-        return -(-cols // PER_CODE[fmt])
-    assert block is not None
-    return -(-cols // block) * (block // 8)
+    return math.prod(FORMATS[fmt].stored_shape(1, cols, block)) // (4 if fmt == "nf4" else 1)
 
 
 def geometry(problem: Problem, m: int) -> Geometry:
     """The first row of the table whose blocks fit into VMEM, for `m` rows of x at a time."""
     for row in TABLE:
         found = cut(problem, m, *row)
-        if vmem_bytes(found, problem.spec.form, problem.x_dtype, problem.spec.out_dtype) <= VMEM_BUDGET:
+        if vmem_bytes(found, problem.form, problem.x_dtype, problem.out_dtype) <= VMEM_BUDGET:
             return found
     return cut(problem, m, *TABLE[-1])
 
 
 def cut(problem: Problem, m: int, bm: int, br: int, values: int) -> Geometry:
     """The table's sizes made to fit the problem: an axis that is not longer than its block is taken whole."""
-    fmt, block = problem.fmt, problem.spec.block
+    fmt, block = problem.fmt, problem.block
     units = units_of(fmt, problem.cols, block)
     wanted = values // planes_of(fmt)
     bu = _nf4_units(units, wanted, block // 8) if fmt == "nf4" and block else min(units, max(wanted, LEAST_BYTES))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..problem import Problem
+from ..parameters import Problem
 from . import gpu_sums
 
 PLATFORMS = ("cuda", "rocm", "gpu")
@@ -40,18 +40,18 @@ Factors = tuple[Any, Any, Any]
 
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) -> jax.Array:
     """The product of one problem without batch axes."""
-    spec, wide = problem.spec, problem.compute_dtype
+    wide = problem.compute_dtype
     before, inside, after = (None if factor is None else factor.astype(wide) for factor in factors)
     x = x.astype(wide) if before is None else x.astype(wide) * before
-    if 0 in (problem.m, problem.rows, spec.cols):
-        return jnp.zeros((problem.m, problem.rows if spec.form == "dot" else spec.cols), spec.out_dtype)
-    if spec.form == "dot" and problem.has_at_most(MOST_DOT[spec.fmt]):
-        return gpu_sums.rows_of_codes(x, codes, inside, after, fmt=spec.fmt).astype(spec.out_dtype)
-    if spec.form == "axpy" and problem.has_at_most(MOST_AXPY) and gpu_sums.folds(problem.rows, spec.fmt):
-        y = gpu_sums.columns_of_codes(x, codes, inside, fmt=spec.fmt, cols=spec.cols)
+    if problem.is_empty:
+        return jnp.zeros((problem.m, problem.rows if problem.form == "dot" else problem.cols), problem.out_dtype)
+    if problem.form == "dot" and problem.has_at_most(MOST_DOT[problem.fmt]):
+        return gpu_sums.rows_of_codes(x, codes, inside, after, fmt=problem.fmt).astype(problem.out_dtype)
+    if problem.form == "axpy" and problem.has_at_most(MOST_AXPY) and gpu_sums.folds(problem.rows, problem.fmt):
+        y = gpu_sums.columns_of_codes(x, codes, inside, fmt=problem.fmt, cols=problem.cols)
     else:
         y = _decode_first(problem, x, codes, inside)
-    return (y if after is None else y * after).astype(spec.out_dtype)
+    return (y if after is None else y * after).astype(problem.out_dtype)
 
 
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
@@ -59,7 +59,7 @@ def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) 
     if problem.fmt != "nf4" or not large:
         return _decode_and_multiply(problem, x, codes, scale)
     edges = sorted({problem.rows * part // PARTS for part in range(PARTS + 1)})
-    dot, ys = problem.spec.form == "dot", []
+    dot, ys = problem.form == "dot", []
     for begin, end in itertools.pairwise(edges):
         if ys:  # the next part is not decoded before this one is used
             x, ys[-1] = lax.optimization_barrier((x, ys[-1]))
@@ -69,16 +69,16 @@ def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) 
 
 
 def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
-    spec, wide = problem.spec, problem.compute_dtype
+    wide = problem.compute_dtype
     operand = problem.x_dtype if problem.x_dtype.itemsize == 2 else wide
     # Tied to x: matrices of later products are not decoded before their turn, so that one exists at a time.
     x, codes, scale = lax.optimization_barrier((x.astype(operand), codes, scale))
-    if spec.form == "dot":
-        x = _ordered(x, math.prod(codes.shape[1:]), spec.fmt)
-    dense = _decoded(codes, scale, spec.fmt, _kept_as(problem, scale, operand), wide)
-    dims = (((1,), (1 if spec.form == "dot" else 0,)), ((), ()))
-    y = lax.dot_general(x, dense.astype(operand), dims, precision=spec.precision, preferred_element_type=wide)
-    return y if spec.form == "dot" else _natural(y, spec.fmt, spec.cols)
+    if problem.form == "dot":
+        x = _ordered(x, math.prod(codes.shape[1:]), problem.fmt)
+    dense = _decoded(codes, scale, problem.fmt, _kept_as(problem, scale, operand), wide)
+    dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
+    y = lax.dot_general(x, dense.astype(operand), dims, precision=problem.precision, preferred_element_type=wide)
+    return y if problem.form == "dot" else _natural(y, problem.fmt, problem.cols)
 
 
 def _kept_as(problem: Problem, scale: Any, operand: Any) -> Any:
@@ -87,7 +87,7 @@ def _kept_as(problem: Problem, scale: Any, operand: Any) -> Any:
         return operand
     # Triton reads four bits only along the contracted axis, and only on NVIDIA GPUs was that measured. With float32 and
     # the highest precision XLA 0.11 multiplies them wrongly where that axis is short.
-    packed = problem.fmt != "int8" and problem.spec.form == "dot" and problem.platform != "rocm"
+    packed = problem.fmt != "int8" and problem.form == "dot" and problem.platform != "rocm"
     return jnp.int4 if packed and operand.itemsize == 2 else jnp.int8
 
 

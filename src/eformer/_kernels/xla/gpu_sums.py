@@ -22,8 +22,7 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from ..problem import PER_CODE
-from ..reference import NF4_CODEBOOK
+from ..formats import FORMATS, NF4_CODEBOOK
 from .panel import split_columns, weave_columns
 
 # Rows of codes one thread adds up in the axpy form (measured on an H200: more or fewer are slower).
@@ -41,7 +40,7 @@ def values(codes: jax.Array, fmt: str, dtype: Any, *, bits: int = 8) -> list[jax
     """The planes of the lowest `bits` of codes, each of the shape of the codes, without scales."""
     if fmt == "int8":
         return [codes.astype(dtype)]
-    size = 8 // PER_CODE[fmt]
+    size = 8 // FORMATS[fmt].per_code
     fields = [(codes >> np.uint8(shift)) & np.uint8(2**size - 1) for shift in range(bits - size, -1, -size)]
     if fmt == "nf4":
         return [lookup(field, dtype) for field in fields]
@@ -64,7 +63,7 @@ def planes(codes: jax.Array, scale: Any, fmt: str, dtype: Any) -> list[jax.Array
 
 def rows_of_codes(x: jax.Array, codes: jax.Array, scale: Any, after: Any, *, fmt: str) -> jax.Array:
     """x @ D.T, (M, C) -> (M, R); `after` (R, 1) multiplies the sums (inside them, which saves a kernel)."""
-    m, count = x.shape[0], PER_CODE[fmt]
+    m, count = x.shape[0], FORMATS[fmt].per_code
     positions = codes.shape[1:]
     if m > 2:  # every value is read by all rows of codes: convert x once, not each time
         x = lax.optimization_barrier(x)
@@ -92,7 +91,7 @@ def columns_of_codes(x: jax.Array, codes: jax.Array, scale: Any, *, fmt: str, co
     stored = codes.reshape(steps, fold, *codes.shape[1:])
     factors = x.reshape(steps, fold, *[1] * (codes.ndim - 1))
     scales = None if scale is None else scale.reshape(steps, fold, *scale.shape[1:])
-    totals: list[Any] = [0] * PER_CODE[fmt]
+    totals: list[Any] = [0] * FORMATS[fmt].per_code
     for u in range(fold):
         decoded = planes(stored[:, u], None if scales is None else scales[:, u], fmt, x.dtype)
         totals = [total + value * factors[:, u] for total, value in zip(totals, decoded, strict=True)]

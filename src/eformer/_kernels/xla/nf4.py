@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..reference import NF4_CODEBOOK
+from ..formats import NF4_CODEBOOK
 from .one_row import times_ones
 from .panel import positions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problem import Problem
+from ..parameters import Problem
 
 # Decoded bytes one panel may take: much less than a dense matrix, enough to make the cost of a loop step small. XLA
 # rearranges x for every panel it is multiplied with: with many rows of x fewer, larger panels are quicker.

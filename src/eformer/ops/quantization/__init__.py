@@ -8,7 +8,7 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
-from eformer._kernels.switch import is_kernel_available as is_kernel_available
+from eformer._kernels.backends import is_kernel_available as is_kernel_available
 from eformer._kernels.switch import nf4_use_kernel as nf4_use_kernel
 from eformer._lora import LoraArray as LoraArray
 from eformer._lora import MergeReport as MergeReport

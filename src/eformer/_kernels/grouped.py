@@ -1,0 +1,133 @@
+"""Mixture of experts: consecutive groups of rows, each times its own matrix of a stack.
+
+Declared as `qmatmul` is: linear in x, the transpose is the other form. Without a native kernel the groups are cut into
+tiles of equal height, and a scan multiplies one tile at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer._jax import vary, varying_axes
+
+from . import cpu, cuda, tpu
+from .formats import with_batch_of
+from .matmul import PRODUCT, on_floats, product_sharded_like
+from .operation import Operation, one_after_another
+from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
+from .partition_rules import split_groups
+from .select import Candidate, anything
+
+
+def qragged_dot(x: Any, codes: Any, scale: Any, group_sizes: Any, **options: Unpack[Options]) -> jax.Array:
+    """Consecutive groups of rows of x (M, K), each times its own matrix: codes (G, R, ...), group_sizes (G,).
+
+    The quantized counterpart of `jax.lax.ragged_dot`, with the options of `qmatmul`. Rows after the last group are
+    zeros. One expert is decoded at a time, and experts without rows are not decoded at all.
+
+    >>> codes = jnp.array([[[1]], [[2]], [[3]]], jnp.int8)
+    >>> x, scale = jnp.ones((4, 1)), jnp.ones((3, 1, 1))
+    >>> qragged_dot(x, codes, scale, jnp.array([2, 0, 1]), fmt="int8", form="dot", cols=1)[:, 0]
+    Array([1., 1., 3., 0.], dtype=float32)
+    """
+    x, codes, scale = as_operands(x, codes, scale)
+    sizes = jnp.asarray(group_sizes)
+    parameters = parameters_of(x, codes, scale, **options)
+    _check_groups(parameters, x, codes, sizes)
+    scale = with_batch_of(codes, scale, parameters.fmt)
+    if 0 in (codes.shape[0], x.shape[0]):
+        return jnp.zeros(*_result(parameters, x, codes)[0])
+    return on_floats(parameters, x, lambda p, x: GROUPED_PRODUCT.bind(p, x, codes, sizes, scale))
+
+
+def _check_groups(parameters: Parameters, x: Any, codes: Any, group_sizes: Any) -> None:
+    rank = parameters.format.core_ndim + 1
+    if codes.ndim != rank or x.ndim != 2:
+        raise ValueError(
+            f"qragged_dot takes x of shape (M, K) and codes of rank {rank} with the experts in front, got "
+            f"{list(x.shape)} and {list(codes.shape)}; use vmap for more axes."
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer) or group_sizes.shape != codes.shape[:1]:
+        raise ValueError(
+            f"group_sizes must be integers of shape {codes.shape[:1]}, one per expert, got "
+            f"{group_sizes.dtype}{list(group_sizes.shape)}."
+        )
+    check_x(parameters, x, jax.ShapeDtypeStruct(codes.shape[1:], codes.dtype))
+
+
+def _result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
+    return [((x.shape[0], codes.shape[1] if parameters.form == "dot" else parameters.cols), parameters.out_dtype)]
+
+
+def _problem(parameters: Parameters, platform: str, x: Any, codes: Any, sizes: Any, scale: Any = None) -> Problem:
+    return problem_of(parameters, platform, x, codes, scale)
+
+
+def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
+    """A loop: groups of different programs do not line up."""
+    return one_after_another(bind, operands, dims)
+
+
+def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None) -> jax.Array:
+    """The product in plain JAX, one tile of one expert at a time."""
+    parameters = problem.parameters
+    group, rows = _tiles(sizes, x.shape[0])
+    tiles = x.at[rows].get(mode="fill", fill_value=0)
+    ((shape, dtype),) = _result(parameters, x, codes)
+
+    def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
+        values, group, used = tile
+        part = None if scale is None else scale[group]
+        return None, lax.cond(
+            used,
+            lambda: PRODUCT.bind(parameters, values, codes[group], part, announced=True),
+            lambda: _as_varying(jnp.zeros((values.shape[0], shape[1]), dtype), values, group, codes),
+        )
+
+    _, parts = lax.scan(step, None, (tiles, group, rows[:, 0] < x.shape[0]))
+    return jnp.zeros(shape, dtype).at[rows].add(parts, mode="drop")
+
+
+def _as_varying(empty: jax.Array, *like: jax.Array) -> jax.Array:
+    """Both branches of a cond must vary over the same axes inside shard_map."""
+    return vary(empty, frozenset[str]().union(*map(varying_axes, like)))
+
+
+def _tiles(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """Cut the groups into tiles of equal height: (expert, row numbers) of each, row number m where there is none.
+
+    Groups of unknown sizes need at most m / height + (number of groups that can be non-empty) tiles, a static number.
+    """
+    groups = group_sizes.shape[0]
+    height = 1 << (max(m // groups, 1) - 1).bit_length()
+    count = -(-m // height) + min(groups, m)
+    sizes = group_sizes.astype(jnp.int32)
+    tiles = -(-sizes // height)
+    last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(sizes)
+    number = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), groups - 1).astype(jnp.int32)
+    first = (last_row - sizes)[group] + (number - (last_tile - tiles)[group]) * height
+    rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
+    exists = (rows < last_row[group][:, None]) & (number < last_tile[-1])[:, None]
+    return group, jnp.where(exists, rows, m)
+
+
+GROUPED_PRODUCT = Operation(
+    "qragged_dot",
+    ("x", "codes", "group_sizes", "scale"),
+    result=_result,
+    problem=_problem,
+    candidates=(
+        Candidate("native_cpu", "native", cpu.refuses_ragged, cpu.qragged),
+        Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),
+        Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
+        Candidate("xla", "xla", anything, _tiled),
+    ),
+    batch=_batch,
+    split=split_groups,
+    sharded_like=product_sharded_like,
+)

@@ -1,0 +1,113 @@
+"""Embedding rows: a lookup in a packed table decodes only the rows asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import cpu, cuda, tpu
+from .formats import FORMATS, check_storage, one_of
+from .operation import Operation, one_after_another
+from .parameters import PREFERENCES, Parameters, Problem, problem_of
+from .partition_rules import split_lookup
+from .reference import decode
+from .select import Candidate, anything
+
+
+def qgather(
+    codes: Any,
+    scale: Any,
+    indices: Any,
+    *,
+    fmt: str,
+    cols: int,
+    block: int | None = None,
+    dtype: Any = jnp.float32,
+    preference: str = "auto",
+    in_bounds: bool = False,
+) -> jax.Array:
+    """Rows of the decoded matrix (R, cols): indices (...) -> (..., cols). Only the rows asked for are decoded.
+
+    Values are multiplied in float32 (or the type of the scale, where that is wider) and rounded once to `dtype`.
+    Indices follow the rules of `jax.numpy` indexing: negative ones count from the end, others are clamped. A caller
+    with rules of its own sees to it that 0 <= index < R, and says so with `in_bounds=True`.
+
+    >>> table = jnp.array([[1, 2], [3, 4]], jnp.int8)
+    >>> qgather(table, jnp.full((1, 1), 10.0), jnp.array([1, 0, 1]), fmt="int8", cols=2)[:, 0]
+    Array([30., 10., 30.], dtype=float32)
+    """
+    one_of("fmt", fmt, FORMATS)
+    one_of("preference", preference, PREFERENCES)
+    codes, indices = jnp.asarray(codes), jnp.asarray(indices)
+    scale = None if scale is None else jnp.asarray(scale)
+    block = check_storage(fmt, codes, scale, cols, block)
+    if codes.ndim != FORMATS[fmt].core_ndim:
+        raise ValueError(f"qgather takes one matrix, got codes of shape {list(codes.shape)}; use vmap for batch axes.")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"indices must be integers, got {indices.dtype}.")
+    if 0 in (*indices.shape, *codes.shape):
+        return jnp.zeros((*indices.shape, cols), dtype)
+    parameters = Parameters(fmt, "lookup", cols, block, np.dtype(dtype), preference=preference)
+    return LOOKUP.bind(parameters, codes, indices if in_bounds else _inside(indices, codes.shape[0]), scale)
+
+
+def _inside(indices: jax.Array, rows: int) -> jax.Array:
+    indices = jnp.where(indices < 0, indices + rows, indices) if jnp.iinfo(indices.dtype).min else indices
+    return jnp.clip(indices, 0, rows - 1)
+
+
+def _result(parameters: Parameters, codes: Any, indices: Any, *scale: Any) -> Any:
+    return [((*indices.shape, parameters.cols), parameters.out_dtype)]
+
+
+def _problem(parameters: Parameters, platform: str, codes: Any, indices: Any, scale: Any = None) -> Problem:
+    found = jax.ShapeDtypeStruct((math.prod(indices.shape), parameters.cols), np.float32)
+    return problem_of(parameters, platform, found, codes, scale)
+
+
+def _sharded_like(parameters: Parameters, codes: Any, indices: Any, *scale: Any) -> Any:
+    return [*((indices, axis) for axis in range(indices.ndim)), (codes, 1)]
+
+
+def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
+    """Mapped indices are more indices; mapped tables are looked up one after the other."""
+    if all(d is None for i, d in enumerate(dims) if i != 1):
+        codes, indices, *scale = operands
+        return bind(codes, jnp.moveaxis(indices, dims[1], 0), *scale), 0
+    return one_after_another(bind, operands, dims)
+
+
+def _with_flat_indices(run: Any, problem: Problem, codes: jax.Array, indices: jax.Array, *scale: Any) -> jax.Array:
+    return run(problem, codes, indices.reshape(-1), *scale).reshape(*indices.shape, problem.cols)
+
+
+def _decoded(problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None) -> jax.Array:
+    """The lookup in plain JAX."""
+    if scale is not None and scale.shape[0] == codes.shape[0]:
+        scale = scale.at[indices].get(mode="promise_in_bounds")
+    wide = np.dtype(np.float32) if scale is None else jnp.promote_types(scale.dtype, jnp.float32)
+    rows = codes.at[indices].get(mode="promise_in_bounds")
+    return decode(rows, scale, fmt=problem.fmt, cols=problem.cols, dtype=wide).astype(problem.out_dtype)
+
+
+LOOKUP = Operation(
+    "qgather",
+    ("codes", "indices", "scale"),
+    result=_result,
+    problem=_problem,
+    candidates=(
+        Candidate("native_cpu", "native", cpu.refuses_gather, cpu.qgather),
+        Candidate("native_cuda", "native", cuda.refuses_gather, cuda.qgather),
+        Candidate("pallas_tpu", "native", tpu.refuses_gather, tpu.qgather),
+        Candidate("xla", "xla", anything, _decoded),
+    ),
+    batch=_batch,
+    split=split_lookup,
+    sharded_like=_sharded_like,
+    arrange=_with_flat_indices,
+    derivative="refused",
+)

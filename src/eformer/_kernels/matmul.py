@@ -1,0 +1,160 @@
+"""Products with a stored matrix.
+
+`qmatmul` is linear in x, so its derivative is itself and its transpose is the other form: the backward pass decodes the
+codes again and nothing dense is kept between the passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import cpu, cuda, reference, tpu, xla
+from .formats import with_batch_of
+from .operation import Axes, Operation, one_after_another
+from .parameters import Options, Parameters, Problem, as_operands, check_x, out_shape, parameters_of, problem_of
+from .partition_rules import split_product
+from .select import Candidate, Choice, anything
+
+
+def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **options: Unpack[Options]) -> jax.Array:
+    """x @ D.T (`form="dot"`) or x @ D (`form="axpy"`) for the matrix D of `cols` columns stored in codes and scale.
+
+    x is (..., K) for one matrix, (batch..., M, K) when the codes have batch axes. The result has dtype `out_dtype`, by
+    default that of x; sums are accumulated in float32 or wider. `out_sharding` is for meshes with explicit axes:
+    without it rows are sharded as those of x, columns as those of D.
+
+    >>> codes = jnp.array([[1, -2], [3, 4]], jnp.int8)
+    >>> qmatmul(jnp.array([1.0, 10.0]), codes, jnp.full((1, 1), 0.5), fmt="int8", form="dot", cols=2)
+    Array([-9.5, 21.5], dtype=float32)
+    """
+    x, codes, scale = as_operands(x, codes, scale)
+    parameters = parameters_of(x, codes, scale, **options)
+    check_x(parameters, x, codes)
+    scale = with_batch_of(codes, scale, parameters.fmt)
+
+    def product(parameters: Parameters, x: jax.Array) -> jax.Array:
+        if x.ndim > 1:  # axes of rows stay apart, so that each may be split over devices
+            return PRODUCT.bind(parameters, x, codes, scale, out=out_sharding)
+        y = PRODUCT.bind(parameters, x.reshape(1, -1), codes, scale).reshape(-1)
+        return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+
+    return on_floats(parameters, x, product)
+
+
+def on_floats(parameters: Parameters, x: jax.Array, product: Callable[[Parameters, jax.Array], jax.Array]) -> jax.Array:
+    """A product of floating x, for any x: integers are converted; a complex x is two products, since D is real."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        real = dataclasses.replace(parameters, out_dtype=jnp.finfo(parameters.out_dtype).dtype)
+        return lax.complex(product(real, x.real), product(real, x.imag))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(jnp.result_type(x.dtype, jnp.float32))
+    return product(parameters, x)
+
+
+def explain(problem: Problem) -> Choice:
+    """What would compute this product, and why the others would not."""
+    return PRODUCT.choice(problem)
+
+
+# -- the declaration ---------------------------------------------------------------------------------------------------
+
+
+def product_result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
+    return [(out_shape(parameters, x, codes), parameters.out_dtype)]
+
+
+def product_sharded_like(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Axes:
+    """Rows as x has them, columns as the codes have them."""
+    column = codes.ndim - parameters.format.core_ndim + (parameters.form == "axpy")
+    return [*((x, axis) for axis in range(x.ndim - 1)), (codes, column)]
+
+
+def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
+    if dims[1] is None and any(d is not None for d in dims[2:]):
+        # Only the scale (and perhaps x) is mapped: a loop, because repeating the codes would multiply their memory.
+        return one_after_another(bind, operands, dims)
+    x, codes, *scale = (o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True))
+    if dims[1] is None:
+        has_batch = codes.ndim > parameters.format.core_ndim
+        return _fold_into_rows(bind, x, codes, *scale) if has_batch else (bind(x, codes, *scale), 0)
+    size = codes.shape[0]
+    if dims[0] is None:
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    if scale and dims[2] is None:
+        scale = [jnp.broadcast_to(scale[0], (size, *scale[0].shape))]
+    batch = codes.ndim - parameters.format.core_ndim
+    flat = x.reshape(*x.shape[:batch], math.prod(x.shape[batch:-1]), x.shape[-1])  # matrices have one axis of rows
+    return bind(flat, codes, *scale).reshape(out_shape(parameters, x, codes)), 0
+
+
+def _fold_into_rows(bind: Any, x: jax.Array, *rest: Any) -> tuple[jax.Array, int]:
+    """Only x is mapped: its new axis becomes part of M. (b, batch..., M, K) -> (batch..., b * M, K) and back."""
+    m_axis = x.ndim - 2
+    moved = jnp.moveaxis(x, 0, m_axis - 1)
+    size, m = moved.shape[m_axis - 1 : m_axis + 1]
+    y = bind(moved.reshape(*moved.shape[: m_axis - 1], size * m, moved.shape[-1]), *rest)
+    return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
+
+
+def _in_one_axis_of_rows(run: Any, problem: Problem, x: jax.Array, *rest: Any) -> jax.Array:
+    flat = x.reshape(*problem.batch, problem.m, x.shape[-1])
+    y = run(problem, flat, *rest)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _one_matrix_at_a_time(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`run` for one matrix, in a loop over the batch axes: only one decoded panel exists at any time."""
+
+    @functools.wraps(run)
+    def looped(problem: Problem, *operands: jax.Array) -> jax.Array:
+        if not problem.batch:
+            return run(problem, *operands)
+        one = problem.replace(batch=())
+        count, axes = math.prod(problem.batch), len(problem.batch)
+        flat = [operand.reshape(count, *operand.shape[axes:]) for operand in operands]
+        y = lax.map(lambda operands: run(one, *operands), flat)
+        return y.reshape(*problem.batch, *y.shape[1:])
+
+    return looped
+
+
+# Up to this many values both paths in JAX take about as long, and the reference compiles faster.
+TINY = 1 << 14
+
+
+def _tiny(problem: Problem) -> str | None:
+    if problem.rows * problem.cols <= TINY:
+        return None
+    return f"{problem.rows} x {problem.cols} is more than {TINY} values, so decoding all of them at once is slower"
+
+
+# Fastest first. `small` is the reference where it is the quickest choice in JAX; the last row takes everything.
+PRODUCT = Operation(
+    "qmatmul",
+    ("x", "codes", "scale"),
+    result=product_result,
+    problem=problem_of,
+    candidates=(
+        Candidate("native_cpu", "native", cpu.refuses_product, cpu.qmatmul),
+        Candidate("native_cuda", "native", cuda.refuses_product, cuda.qmatmul),
+        Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul),
+        Candidate(
+            "reference", "small", _tiny, _one_matrix_at_a_time(reference.qmatmul),
+            why=f"at most {TINY} values: decoding all of them is as quick, and compiles faster",
+        ),
+        Candidate("xla", "xla", anything, _one_matrix_at_a_time(xla.qmatmul)),
+        Candidate("reference", "reference", anything, reference.qmatmul),
+    ),
+    batch=_batch,
+    split=split_product,
+    sharded_like=product_sharded_like,
+    arrange=_in_one_axis_of_rows,
+)  # fmt: skip

@@ -1,0 +1,164 @@
+"""An operation of the compute layer, declared once: everything JAX has to know of its primitive.
+
+A product, a grouped product, a lookup and the NF4 encoder are four declarations. The operands of a primitive end with
+the scale, which is left out where there is none; implementations take them in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from eformer import _jax
+from eformer._record import record, recording
+from eformer.errors import QuantizedGradientError
+
+from . import explicit_sharding, switch
+from .parameters import Parameters, Problem
+from .select import Candidate, Choice, choose, default_platform
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+NO_GRADIENT = """\
+a gradient with respect to the {what} of a quantized {fmt} matrix was asked for: rounding has no useful derivative.
+Keep the quantized array out of the differentiated arguments and train a low-rank update (LoRA) next to it, or keep the
+dense weight and quantize it in the forward pass with `straight_through`."""
+
+Axes = Sequence[tuple[Any, int]]  # (operand, axis): what an axis of the result is sharded like
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """What differs between operations; the rest is here.
+
+    `operands` names them. `result` gives the shape and dtype of every result from the parameters and the operands,
+    `problem` what `candidates` choose by, `batch` the rule of vmap. `arrange` brings operands to the shape candidates
+    take, and the result back. `split` computes a part of a program that XLA cuts up for several devices. `sharded_like`
+    gives, for every axis of the result, where its explicit sharding comes from. `derivative` is "linear" (in the first
+    operand; the transpose is the other form), "refused", or a rule of its own.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    result: Callable[..., Any]
+    problem: Callable[..., Problem]
+    candidates: tuple[Candidate, ...]
+    batch: Callable[..., tuple[Any, Any]]
+    split: Callable[..., Any]
+    sharded_like: Callable[..., Axes] = lambda parameters, *operands: ()
+    arrange: Callable[..., Any] = lambda run, problem, *operands: run(problem, *operands)
+    derivative: str | Callable[..., tuple[Any, Any]] = "linear"
+    multiple_results: bool = False
+
+    def __post_init__(self) -> None:
+        self.primitive = Primitive(f"eformer_{self.name}")
+        self.primitive.multiple_results = self.multiple_results
+        self.primitive.def_abstract_eval(self._types)
+        self.primitive.def_impl(self._evaluate)
+        ad.primitive_jvps[self.primitive] = self._jvp if isinstance(self.derivative, str) else self.derivative
+        if self.derivative == "linear":
+            ad.primitive_transposes[self.primitive] = self._transpose
+        batching.primitive_batchers[self.primitive] = self._batched
+        for platform in PLATFORMS:
+            _jax.define_platform_lowering(self.primitive, platform, functools.partial(self._program, platform))
+
+    # -- use -----------------------------------------------------------------------------------------------------------
+
+    def bind(self, parameters: Parameters, *operands: Any, out: Any = None, announced: bool = False) -> Any:
+        """Apply the primitive; `explain` hears of it unless what is being transformed has told it."""
+        operands = tuple(operand for operand in operands if operand is not None)
+        if not announced and recording():
+            self.announce(self.problem(parameters, default_platform(), *operands))
+        out = explicit_sharding.of_result(self.sharded_like(parameters, *operands)) if out is None else out
+        apply = functools.partial(self.primitive.bind, parameters=parameters)
+        agreeing = _jax.agree(*operands)
+        return apply(*agreeing) if out is None else explicit_sharding.in_auto_mode(apply, out, agreeing)
+
+    def choice(self, problem: Problem) -> Choice:
+        """What would compute this problem, and why the others would not."""
+        return choose(self.candidates, problem)[1]
+
+    def announce(self, problem: Problem, choice: Choice | None = None) -> None:
+        choice = choice or self.choice(problem)
+        facts = {"op": self.name, "name": choice.name, "reason": choice.reason, "rejected": choice.rejected}
+        record("kernel", **facts, problem=problem)
+
+    def compute(self, problem: Problem, *operands: Any) -> Any:
+        """Run the chosen implementation."""
+        return self.arrange(choose(self.candidates, problem)[0].run, problem, *operands)
+
+    # -- the rules of the primitive ------------------------------------------------------------------------------------
+
+    def _types(self, *operands: Any, parameters: Parameters) -> Any:
+        made = self.result(parameters, *operands)
+        types = [_jax.result_type(shape, dtype, operands[0]) for shape, dtype in made]
+        return types if self.multiple_results else types[0]
+
+    def _jvp(self, primals: Any, tangents: Any, *, parameters: Parameters) -> tuple[Any, Any]:
+        first = int(self.derivative == "linear")
+        for what, tangent in zip(self.operands[first:], tangents[first:], strict=False):
+            if not isinstance(tangent, ad.Zero):
+                raise QuantizedGradientError(NO_GRADIENT.format(what=what, fmt=parameters.fmt))
+        y = self.bind(parameters, *primals, announced=True)
+        if not first or isinstance(tangents[0], ad.Zero):
+            return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+        return y, self.bind(parameters, tangents[0], *primals[1:], announced=True)
+
+    def _transpose(self, ct: Any, x: Any, *others: Any, parameters: Parameters) -> list[Any]:
+        nothing = [None] * len(others)
+        if isinstance(ct, ad.Zero):
+            return [ad.Zero(x.aval), *nothing]
+        return [self.bind(parameters.transposed(x.aval.dtype), ct, *others), *nothing]
+
+    def _batched(self, operands: Any, dims: Any, *, parameters: Parameters) -> tuple[Any, Any]:
+        return self.batch(functools.partial(self.bind, parameters, announced=True), parameters, operands, dims)
+
+    # -- evaluation and lowering ---------------------------------------------------------------------------------------
+
+    def _evaluate(self, *operands: Any, parameters: Parameters) -> Any:
+        with jax.disable_jit(False):  # where it is on, the jitted function would ask for its own evaluation
+            return self._jitted(switch.state(), parameters)(*operands)
+
+    # Native kernels may be turned off between two programs, so the state of the switches is part of what is remembered.
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - operations live as long as the library
+    def _jitted(self, native: tuple[bool, bool], parameters: Parameters) -> Any:
+        del native
+        return jax.jit(lambda *operands: self.primitive.bind(*operands, parameters=parameters))
+
+    def _program(self, platform: str, split: bool, *, parameters: Parameters) -> Any:
+        return self._built(switch.state(), platform, split, parameters)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def _built(self, native: tuple[bool, bool], platform: str, split: bool, parameters: Parameters) -> Any:
+        """A jitted function, remembered, so that equal operations in one program share one computation.
+
+        Where XLA splits the program over devices, it must not call native code by itself.
+        """
+        del native
+
+        def run(*operands: Any) -> Any:
+            problem = self.problem(parameters, platform, *operands)
+            if split and not problem.is_empty:
+                return self.split(self, problem, *operands)
+            return self.compute(problem, *operands)
+
+        run.__name__ = self.primitive.name
+        return jax.jit(run)
+
+
+def one_after_another(bind: Callable[..., Any], operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    """A batching rule: a loop over what is mapped."""
+    mapped = [None if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
+
+    def one(values: list[Any]) -> Any:
+        return bind(*(o if v is None else v for o, v in zip(operands, values, strict=True)))
+
+    return lax.map(one, mapped), 0

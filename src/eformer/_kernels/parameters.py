@@ -1,0 +1,181 @@
+"""What an operation on a stored matrix is: the static parameters of a primitive, and the problem they make with sizes.
+
+    dot form:   y = x @ D.T    x (..., M, C) -> y (..., M, R)
+    axpy form:  y = x @ D      x (..., M, R) -> y (..., M, C)
+
+`formats` has how D is stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Required, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .formats import FORMATS, Format, check_storage, one_of
+
+FORMS = ("dot", "axpy")
+PREFERENCES = ("auto", "native", "xla", "reference")
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of every product; `parameters_of` has their defaults."""
+
+    fmt: Required[str]
+    form: Required[str]
+    cols: Required[int]
+    block: int | None
+    out_dtype: Any
+    precision: Any
+    preference: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The static parameters of a primitive. Hashable; shapes come from the operands.
+
+    `form` is "dot" or "axpy" for products, else the name of what is done: "lookup", "encode".
+    """
+
+    fmt: str
+    form: str
+    cols: int
+    block: int | None
+    out_dtype: np.dtype
+    precision: Any = None
+    preference: str = "auto"
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.fmt]
+
+    def common(self) -> dict[str, Any]:
+        """The fields that parameters and problems have in common."""
+        return {name: getattr(self, name) for name in _COMMON}
+
+    def transposed(self, dtype: Any) -> Parameters:
+        """The product that is the gradient of this one with respect to x."""
+        form = "axpy" if self.form == "dot" else "dot"
+        return dataclasses.replace(self, form=form, out_dtype=np.dtype(dtype))
+
+
+_F32 = np.dtype(np.float32)
+_COMMON = tuple(field.name for field in dataclasses.fields(Parameters))
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem(Parameters):
+    """One operation with its sizes: all that choosing an implementation may depend on.
+
+    `m` is the number of rows of x, or of rows looked up.
+    """
+
+    platform: str = "cpu"
+    batch: tuple[int, ...] = ()
+    m: int = 1
+    rows: int = 1
+    x_dtype: np.dtype = _F32
+    scale_shape: tuple[int, ...] | None = None
+    scale_dtype: np.dtype | None = None
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters(**self.common())
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """What a product accumulates in: float32, or float64 when either end is."""
+        wide = np.dtype(np.float64)
+        return wide if wide in (self.x_dtype, self.out_dtype) else np.dtype(np.float32)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (*self.batch, self.m, self.rows, self.cols)
+
+    @property
+    def scaled_both_ways(self) -> bool:
+        """Is there a factor for every value? One for rows or for columns can be kept out of the decoded matrix."""
+        return not self.format.blocked and self.scale_shape is not None and 1 not in self.scale_shape
+
+    def has_at_most(self, rows: int) -> bool:
+        """Has x so few rows? Not where their number is a symbol, in a program exported for any of them."""
+        return isinstance(self.m, int) and self.m <= rows
+
+    def replace(self, **changes: Any) -> Problem:
+        return dataclasses.replace(self, **changes)
+
+
+def problem_of(parameters: Parameters, platform: str, x: Any, codes: Any, scale: Any = None) -> Problem:
+    """The product of these operands (arrays or types)."""
+    batch = parameters.format.batch_of(codes)
+    return Problem(
+        **parameters.common(),
+        platform=platform,
+        batch=batch,
+        m=x.shape[-2] if batch else math.prod(x.shape[:-1]),
+        rows=codes.shape[len(batch)],
+        x_dtype=np.dtype(x.dtype),
+        scale_shape=None if scale is None else tuple(scale.shape[len(batch) :]),
+        scale_dtype=None if scale is None else np.dtype(scale.dtype),
+    )
+
+
+def as_operands(x: Any, codes: Any, scale: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    return jnp.asarray(x), jnp.asarray(codes), None if scale is None else jnp.asarray(scale)
+
+
+def parameters_of(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    *,
+    fmt: str,
+    form: str,
+    cols: int,
+    block: int | None = None,
+    out_dtype: Any = None,
+    precision: Any = None,
+    preference: str = "auto",
+) -> Parameters:
+    """Check the options of a product against the storage. The result has the dtype of x unless `out_dtype` is given."""
+    one_of("fmt", fmt, FORMATS)
+    one_of("form", form, FORMS)
+    one_of("preference", preference, PREFERENCES)
+    block = check_storage(fmt, codes, scale, cols, block)
+    if out_dtype is None:
+        out_dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    return Parameters(fmt, form, cols, block, np.dtype(out_dtype), precision, preference)
+
+
+def product_problem(x: Any, codes: Any, scale: Any, platform: str, **options: Any) -> Problem:
+    """The problem that `qmatmul` makes of these arguments on a platform."""
+    return problem_of(parameters_of(x, codes, scale, **options), platform, x, codes, scale)
+
+
+def out_shape(parameters: Parameters, x: Any, codes: Any) -> tuple[int, ...]:
+    batch = codes.ndim - parameters.format.core_ndim
+    return (*x.shape[:-1], codes.shape[batch] if parameters.form == "dot" else parameters.cols)
+
+
+def check_x(parameters: Parameters, x: Any, codes: Any) -> None:
+    """Check that x contracts with the decoded matrix."""
+    if not (jnp.issubdtype(x.dtype, jnp.inexact) or jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
+        raise TypeError(f"x must be numeric, got {x.dtype}.")
+    batch = parameters.format.batch_of(codes)
+    rows = codes.shape[len(batch)]
+    want = parameters.cols if parameters.form == "dot" else rows
+    if x.ndim < 1 or x.shape[-1] != want:
+        raise ValueError(
+            f"x of shape {list(x.shape)} does not contract with D of {rows} rows and {parameters.cols} columns: in the "
+            f"{parameters.form} form its last axis must be {want}."
+        )
+    if batch and (x.ndim != len(batch) + 2 or tuple(x.shape[:-2]) != batch):
+        raise ValueError(
+            f"the codes have batch axes {batch}, so x must be {(*batch, 'M', want)}, got {list(x.shape)}; "
+            "use vmap to map over one of them only."
+        )
