@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from eformer.errors import QuantizedGradientError
-from eformer.jaximus import ImplicitArray, implicit, materialize
+from eformer.jaximus import ImplicitArray, implicit, materialization_policy, materialize
 from eformer.ops.quantization import Array1B, quantize
 
 from .contract import FAST, check, dense, normal, seeded
@@ -151,6 +151,42 @@ def test_dense_operands_are_differentiated(kind: str, table: str) -> None:
         found.append(implicit(lambda y, q: gradients(y, q, lambda f: f))(y, q))
     for result in found:
         check(result, wanted, tolerance=1e-4)
+
+
+LOOPS = {
+    "carry": lambda q, s: lax.scan(lambda q, s: (q * s, None), q, s)[0],
+    "carry with a factor": lambda q, s: lax.scan(lambda c, _: (q, None), q * s[0], s)[0],
+    "while": lambda q, s: lax.while_loop(lambda c: c[1] < 2, lambda c: (c[0] * s[0], c[1] + 1), (q, 0))[0],
+    "cond": lambda q, s: lax.cond(s[0] > 0, lambda q: q * s[1], lambda q: q, q),
+    "jit": jax.jit(lambda q, s: q * s[0]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_factor_in_a_loop_or_a_branch_stays_a_factor(kind: str) -> None:
+    """An array with a factor and one without are of two types inside a program, which take each other's place."""
+    q, s = inputs(kind)[1], jnp.asarray([0.5, 2.0, 3.0])
+    for name, f in LOOPS.items():
+        with materialization_policy("error"):
+            results = [implicit(f)(q, s), jax.jit(implicit(f))(q, s)]
+        for found in results:
+            assert jax.tree.structure(found) == jax.tree.structure(q), name
+            check(found, f(dense(q), s))
+
+
+def test_arrays_with_and_without_a_factor_are_told_apart() -> None:
+    """By JAX's caches: what was compiled for one is not taken for the other, and the gradient is right either way."""
+    y, q = inputs("nf4")
+    product = jax.jit(lambda y, q: jnp.sin(y @ q))
+    structures = []
+
+    def loss(a: jax.Array) -> Any:
+        structures.append(jax.tree.structure(q * a))
+        return (product(y, q) + product(y, q * a)).sum()
+
+    found = jax.grad(loss)(0.3)
+    assert structures[0] != jax.tree.structure(q)
+    check(found, jax.grad(lambda a: jnp.sin(y @ (dense(q) * a)).sum())(0.3), tolerance=1e-4)
 
 
 def test_bare_codes_have_factors_too() -> None:

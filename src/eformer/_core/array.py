@@ -204,6 +204,14 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         """The logical dtype, from the children alone; None lets it be derived from `materialize`."""
         return None
 
+    def stored_like(self, other: Any) -> Any:
+        """The same value with the structure of `other`, if that can be without materializing; else this array.
+
+        Loops and branches ask this where one array takes the place of another.
+        """
+        del other
+        return self
+
     def child_specs(self, spec: Any) -> Any:
         """Map a PartitionSpec of the logical array to one per child (a pytree like self), or None if that cannot be."""
         del spec
@@ -232,12 +240,9 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         self = object.__new__(cls)
         state = self.__dict__
         state.update(zip(fields.children, children, strict=True))
-        aux, state["_shape"], state["_dtype"], state["_ranks"], note = aux_data
+        aux, state["_shape"], state["_dtype"], state["_ranks"] = aux_data
         state.update(zip(fields.aux, aux, strict=True))
-        if note is not None and not any(isinstance(state[name], _jax.Tracer) for name in fields.children):
-            note = None  # the program of its factor has been run
-            aux_data = _vmap_axes.static_data_of(self, (*aux_data[:4], note))
-        state["_note"], state["_aux"] = note, aux_data
+        state["_aux"] = aux_data
         state["__dataclass_fields__"] = replaceable_fields(cls, (aux_data[1] is not None, aux_data[2] is not None))
         state["_settled"] = state["_sealed"] = True
         return self
@@ -334,7 +339,7 @@ def _static_data(q: ImplicitArray) -> Any:
         _aval.settle(q)
     aux = state.get("_aux")
     if aux is None:
-        data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks", "_note")))
+        data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks")))
         aux = state["_aux"] = _vmap_axes.static_data_of(q, data)
     elif (source := aux.source()) is not q:
         state["_aux"] = _vmap_axes.static_data_of(q, aux)

@@ -18,7 +18,6 @@ from eformer import _jax
 
 from . import aval as _aval
 from .fallback import dense_for
-from .fields import note_of
 from .operators import ArrayOperators
 
 box_p = _jax.Primitive("implicit_box")
@@ -27,8 +26,6 @@ box_p = _jax.Primitive("implicit_box")
 def box(q: Any) -> Any:
     """`q` as an ordinary operand of whatever trace is current."""
     leaves, treedef = jtu.tree_flatten(q)
-    if note_of(q) is not None:  # JAX keeps what it derived from a box, and does not tell those with a note from others
-        return _dense(*leaves, treedef=treedef)
     return box_p.bind(*leaves, treedef=treedef)
 
 

@@ -25,29 +25,6 @@ def aux_field(metadata: Mapping[Any, Any] | None = None, **kwargs: Any) -> Any:
     return dataclasses.field(metadata={**(metadata or {}), AUX: True}, **kwargs)
 
 
-class Note:
-    """Static data that tells no types apart: a tree with one equals the tree without, so loops accept either.
-
-    For advice that travels with an array through the traces of a program. Whoever reads it must be right without it.
-
-    Args:
-        factor: the array was multiplied by a value of the program being traced. Forgotten when that has been run.
-    """
-
-    def __init__(self, *, factor: bool = False):
-        self.factor = factor
-
-    def __eq__(self, other: object) -> bool:
-        return other is None or isinstance(other, Note)
-
-    def __hash__(self) -> int:
-        return hash(None)
-
-
-def note_of(q: Any) -> Note | None:
-    return q.__dict__.get("_note")
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The fields of one class: names of children and of static data, and quick ways to read both."""

@@ -14,7 +14,6 @@ import jax.tree_util as jtu
 from eformer import _jax
 
 from .fallback import collecting_notices, dense_for, materialize, repeat_notices
-from .fields import note_of
 from .placement import child_shardings
 from .registry import registry
 from .trace import call_jaxpr, is_implicit, rule, run
@@ -28,9 +27,7 @@ _jit_lock = threading.Lock()
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    # A function traced for an array without the note would be found again, and the note lost.
-    inlined = _jax.inlined_early(params["inline"]) or any(is_implicit(v) and note_of(v) is not None for v in values)
-    if inlined and not _jax.is_eval_trace(_jax.current_trace()):
+    if _jax.inlined_early(params["inline"]) and not _jax.is_eval_trace(_jax.current_trace()):
         return call_jaxpr(params["jaxpr"], values)
     values, in_shardings = _placed_arguments(primitive, values, params)
     jitted, notices = _jitted(params, in_shardings)

@@ -1,7 +1,8 @@
 """Structural rules of control flow: scan, while and cond are built again with implicit arrays as pytrees.
 
 Only counts and jaxprs are read from the parameters; JAX's public functions do the rest. A carry whose type the body
-does not preserve is made dense, and the check repeats; an output of cond stays implicit only if all branches agree.
+does not preserve is made dense, and the check repeats; an output of cond stays implicit only if all branches agree, or
+can be made to (`ImplicitArray.stored_like`).
 """
 
 from __future__ import annotations
@@ -29,17 +30,37 @@ def _type_of(value: Any) -> Any:
 
 
 def _stable_carry(primitive: Any, carry: list[Any], step: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-    """The carry with every implicit slot made dense that `step` (on shapes) does not preserve."""
+    """The carry with every implicit slot changed that `step` (on shapes) does not preserve.
+
+    Such a slot gets the structure of what follows it if it can have that, and is made dense otherwise.
+    """
     while True:
         after = step(carry)
-        changed = [is_implicit(a) and _type_of(a) != _type_of(b) for a, b in zip(carry, after, strict=True)]
+        pairs = list(zip(carry, after, strict=True))
+        changed = [is_implicit(c) and _type_of(c) != _type_of(a) for c, a in pairs]
         if not any(changed):
             return carry
-        carry = [dense_for(primitive, c) if drop else c for c, drop in zip(carry, changed, strict=True)]
+        alike = [c.stored_like(a) if changes else c for (c, a), changes in zip(pairs, changed, strict=True)]
+        kept = [not changes or a is not c for a, c, changes in zip(alike, carry, changed, strict=True)]
+        carry = [a if keep else dense_for(primitive, a) for a, keep in zip(alike, kept, strict=True)]
+
+
+def _matched(out: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+    return [o.stored_like(c) if is_implicit(o) else o for o, c in zip(out, carry, strict=True)]
 
 
 def _like(primitive: Any, out: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
-    return [o if is_implicit(c) else dense_for(primitive, o) for o, c in zip(out, carry, strict=True)]
+    pairs = zip(_matched(out, carry), carry, strict=True)
+    return [o if is_implicit(c) else dense_for(primitive, o) for o, c in pairs]
+
+
+def _common(outs: Sequence[Any]) -> Any:
+    """The one among the outputs of branches whose structure all of them can have, or None."""
+    for one in outs:
+        alike = [jax.eval_shape(lambda o, one=one: _matched([o], [one])[0], out) for out in outs]
+        if len(set(map(_type_of, alike))) == 1:
+            return one
+    return None
 
 
 @rule("scan")
@@ -51,7 +72,9 @@ def _scan(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any
 
     def step(carry: list[Any]) -> Sequence[Any]:
         one = [jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x) for x in xs]
-        return jax.eval_shape(lambda k, c, x: call_jaxpr(jaxpr, [*k, *c, *x])[:n_carry], consts, carry, one)
+        return jax.eval_shape(
+            lambda k, c, x: _matched(call_jaxpr(jaxpr, [*k, *c, *x])[:n_carry], c), consts, carry, one
+        )
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = call_jaxpr(jaxpr, [*consts, *carry, *x])
@@ -85,7 +108,7 @@ def _while(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[An
     cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
 
     def step(carry: list[Any]) -> Sequence[Any]:
-        return jax.eval_shape(lambda k, c: call_jaxpr(body_jaxpr, [*k, *c]), body_consts, carry)
+        return jax.eval_shape(lambda k, c: _matched(call_jaxpr(body_jaxpr, [*k, *c]), c), body_consts, carry)
 
     def keep_going(carry: list[Any]) -> Any:
         return dense_for(primitive, call_jaxpr(cond_jaxpr, [*cond_consts, *carry])[0])
@@ -101,12 +124,13 @@ def _while(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[An
 def _cond(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     index, operands, branches = values[0], values[1:], params["branches"]
     outs = [jax.eval_shape(lambda *o, j=j: call_jaxpr(j, o), *operands) for j in branches]
-    agreed = [len({_type_of(out[i]) for out in outs}) == 1 for i in range(len(outs[0]))]
+    common = [_common(slot) for slot in zip(*outs, strict=True)]
 
     def branch(jaxpr: Any) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
             out = call_jaxpr(jaxpr, operands)
-            return [o if keep else dense_for(primitive, o) for o, keep in zip(out, agreed, strict=True)]
+            pairs = zip(_matched(out, common), common, strict=True)
+            return [dense_for(primitive, o) if one is None else o for o, one in pairs]
 
         return run
 

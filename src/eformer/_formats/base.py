@@ -15,10 +15,10 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray
-from eformer._core.fields import Note, layout, note_of
+from eformer._core.fields import layout
 
 from . import sharding as _sharding
-from .frozen import frozen, refusal
+from .gradients import FactoredScale, frozen, refusal
 
 Q = TypeVar("Q", bound="QuantizedArray")
 Sharding = NamedSharding | PartitionSpec | None
@@ -97,16 +97,20 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
     @property
     def carries_factor(self) -> bool:
-        """Was the stored scale, guarded, multiplied by a value of the program being traced (see `_factor`)?"""
-        note = note_of(self)
-        return note is not None and note.factor
+        """Was the scale multiplied by a value of the program being traced, so that it may be differentiated?"""
+        return any(p.is_scale and isinstance(getattr(self, p.field), FactoredScale) for p in self.parts)
 
     def with_factor(self: Q, scale: jax.Array, **changes: Any) -> Q:
         """A copy with a scale that may be differentiated."""
-        return self.replaced(**{self.scale_part.field: scale}, **changes, note=Note(factor=True))
+        return self.replaced(**{self.scale_part.field: FactoredScale(scale)}, **changes)
+
+    def stored_like(self: Q, other: Any) -> Q:
+        """A factor changes the type of the scale; where a loop or a branch has one, the others get one too."""
+        differs = isinstance(other, QuantizedArray) and other.carries_factor and not self.carries_factor
+        return self.with_factor(self.frozen_scale()) if differs and self.part(self.scale_part) is not None else self
 
     def replaced(self: Q, **changes: Any) -> Q:
-        """A copy with some fields (or `dtype`, or `note`) changed: nothing is decoded, checked or quantized again."""
+        """A copy with some fields (or `dtype`) changed: nothing is decoded, checked or quantized again."""
         fields = layout(type(self))
         copy = object.__new__(type(self))
         state = copy.__dict__
@@ -115,7 +119,6 @@ class QuantizedArray(ImplicitArray, frozen=True):
         state["_dtype"] = changes.pop("dtype", self.dtype)
         state["_shape"] = state["_ranks"] = None
         state["_settled"] = state["_sealed"] = True
-        state["_note"] = changes.pop("note", note_of(self))
         if changes:
             raise TypeError(f"{type(self).__name__} has no fields {sorted(changes)}.")
         return copy
@@ -138,7 +141,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
         Only a factor that is `traced` can be differentiated.
         """
-        if traced:
+        if traced or self.carries_factor:
             scale = self.frozen_scale()
             return self.with_factor(scale * factor.astype(scale.dtype), dtype=dtype)
         scale = self.part(self.scale_part)

@@ -15,7 +15,7 @@ from eformer import _jax as compat
 from eformer._core import materialize_handler, register
 
 from . import dot as _dot
-from . import factor as _factor
+from . import gradients as _gradients
 from . import lookup as _lookup
 from . import shapes as _shapes
 from .base import QuantizedArray
@@ -148,7 +148,7 @@ def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
 
 @register("dot_general")
 def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
-    return _factor.product(
+    return _gradients.product(
         lambda x, q: _dot.dot_general(primitive, x, q, q_first=False, params=params),
         lambda x, q: materialize_handler(primitive, x, q, params=params),
         lhs,
@@ -158,7 +158,7 @@ def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **par
 
 @register("dot_general")
 def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
-    return _factor.product(
+    return _gradients.product(
         lambda x, q: _dot.dot_general(primitive, x, q, q_first=True, params=params),
         lambda x, q: materialize_handler(primitive, q, x, params=params),
         rhs,
@@ -178,7 +178,7 @@ def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, *
 def ragged_dot_general(
     primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    return _factor.product(
+    return _gradients.product(
         lambda x, q, sizes: _dot.ragged_dot(x, q, sizes, params),
         lambda x, q, sizes: materialize_handler(primitive, x, q, sizes, params=params),
         lhs,

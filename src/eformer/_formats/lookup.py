@@ -198,7 +198,8 @@ def _filled_scales(q: Any, outside: Any, fill: Any) -> Any:
     scale = q.part(q.scale_part)
     if scale is None or (fill is not None and fill == fill):
         return NotImplemented
-    return q.replaced(**{q.scale_part.field: _filled(scale, outside, None)})
+    scale = _filled(scale, outside, None)
+    return q.with_factor(scale) if q.carries_factor else q.replaced(**{q.scale_part.field: scale})
 
 
 def _order(numbers: Any, n_index: int) -> list[int]:

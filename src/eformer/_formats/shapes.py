@@ -15,6 +15,7 @@ from jax import lax
 
 from . import sharding as _sharding
 from .base import Part, QuantizedArray
+from .gradients import FactoredScale
 
 
 def blocked_axis(q: Any) -> int | None:
@@ -30,9 +31,10 @@ def rebuilt(q: Any, change: Callable[[Part, jax.Array], Any], blocked: int | Non
     parts = {}
     for part in q.parts:
         array = q.part(part)
-        parts[part.field] = None if array is None else change(part, array)
-    if any(array is NotImplemented for array in parts.values()):
-        return NotImplemented
+        made: Any = None if array is None else change(part, array)
+        if made is NotImplemented:
+            return NotImplemented
+        parts[part.field] = FactoredScale(made) if part.is_scale and q.carries_factor else made
     return q.moved(parts, None if blocked is None else blocked - ndim, **more)
 
 

@@ -44,9 +44,8 @@ def _leaf_spec(
 ) -> PartitionSpec:
     free = [e for axis, e in enumerate(entries) if axis != blocked]
     sizes = [n for axis, n in enumerate(q.shape) if axis != blocked]
-    if (
-        path and path[-1].name != "codes"
-    ):  # a compressed absmax keeps small arrays that are not laid out like the others
+    # A compressed absmax keeps small arrays that are not laid out like the others.
+    if path and path[-1].name in ("scale", "offset"):
         batch = min(leaf.ndim, q.ndim - q.core_ndim)
         return PartitionSpec(*(entries[:batch]))
     # A size-1 axis of a scale serves the whole logical axis: every device needs it.
