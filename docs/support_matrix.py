@@ -1,27 +1,22 @@
-"""Prints which operation does what with which format, and which kernel computes it where. No cell is written by hand.
+"""Finds which operation does what with which format, and which kernel computes it where. No cell is written by hand.
 
-python docs/support_matrix.py
+python docs/support_matrix.py            (prints the tables, and compares them with support_matrix.md)
+python docs/support_matrix.py --write    (writes them there)
 
-The first table is found by running each operation:
-
-- exact: the result has the same type; codes and scales were moved, or a factor was multiplied into the scale.
-- kernel, tiled, reference: a product, computed by a native kernel, by the tiled path that decodes one panel at a time,
-  or by the reference that decodes the whole (small) matrix. Of two quantized operands the smaller one materializes.
-- decodes part: the result is dense, and no more than the entries asked for was decoded.
-- materializes: the array becomes dense first. Right, and never silent (see `materialization_policy`).
-
-Every result is also compared with that of the same operation on the dense array: equal to rounding.
-
-The second table has a row for every product, grouped product and lookup of every format, and a column for every
-backend. `cpu` and `tiled` are run here and compared with the reference; `tpu` is lowered for a TPU, and must have a
-kernel of its own in the program; `cuda` is what the selection answers for a GPU. Other cells say why there is none.
+Every operation of the first table is run, and its result compared with that of the dense array: equal to rounding.
+In the second, `cpu` and `tiled` are run and compared with the reference; `tpu` is lowered for a TPU and must have a
+kernel of its own in the program; `cuda` is what the selection answers for a GPU.
 """
+
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from eformer import explain, implicit, materialization_policy, materialize, quantize
 from eformer._kernels import Problem, qgather, qmatmul, qragged_dot, select
 from eformer._kernels.backends import is_kernel_available
 from eformer._kernels.cuda._refusals import refuses_machine
@@ -30,9 +25,9 @@ from eformer._kernels.lookup import LOOKUP
 from eformer._kernels.matmul import PRODUCT
 from eformer._kernels.parameters import FORMS, product_problem
 from eformer.cli._selfcheck import random_storage
-from eformer.jaximus import explain, implicit, leaf_predicate, materialization_policy, materialize
-from eformer.ops.quantization import quantize
+from eformer.jaximus import leaf_predicate
 
+MARK = "<!-- written by support_matrix.py -->\n\n"
 FORMATS = ("nf4", "int8", "ternary", "binary")
 K, N, EXPERTS = 256, 128, 3  # more than 2**14 values, below which the reference is the quicker choice
 rng = np.random.default_rng(0)
@@ -234,7 +229,7 @@ def on_tpu(cases):
 
 
 def on_cuda(cases):
-    """Ask; a library that was not built here is no reason of the kernel's own."""
+    """Ask; that the library was not built here does not count."""
     refused = [refusal("native_cuda", "cuda", asked) for _, _, asked in cases]
     return ["kernel" if why in (None, refuses_machine("cuda")) else f"no: {why}" for why in refused]
 
@@ -262,21 +257,33 @@ def kernel_rows():
         yield from ([name, *row] for row in zip(FORMATS, *columns, strict=True))
 
 
-def main():
-    print(f"JAX {jax.__version__} on {jax.default_backend()}, w of shape {(K, N)}\n")
-    print("| operation |", " | ".join(FORMATS), "|")
-    print("|---" * (len(FORMATS) + 1) + "|")
+def tables():
+    """The lines of both tables, each with its head."""
+    yield from ("## Operations", "", f"| `w` has the shape {(K, N)} | " + " | ".join(FORMATS) + " |")
+    yield "|---" * (len(FORMATS) + 1) + "|"
     for operations, shape in ((MATRIX, (K, N)), (STACK, (EXPERTS, K, N))):
         arrays = [quantize(normal(*shape), dtype=kind, axis=-2) for kind in FORMATS]
         for q in arrays:
             check(operations, q)
         for name, operation in operations.items():
-            print(f"| {name} |", " | ".join(cell(operation, q) for q in arrays), "|")
-    print(f"\nKernels for bfloat16 x and a stored matrix D of {ROWS} rows and {K} columns, blocks of 64\n")
-    print("| operation | format |", " | ".join(BACKENDS), "|")
-    print("|---" * (len(BACKENDS) + 2) + "|")
+            yield "| " + " | ".join([name, *(cell(operation, q) for q in arrays)]) + " |"
+    yield from ("", "## Kernels", "")
+    yield f"bfloat16 `x`, and a stored matrix `D` of {ROWS} rows and {K} columns with blocks of 64."
+    yield from ("", "| operation | format | " + " | ".join(BACKENDS) + " |", "|---" * (len(BACKENDS) + 2) + "|")
     for row in kernel_rows():
-        print("|", " | ".join(row), "|")
+        yield "| " + " | ".join(row) + " |"
+
+
+def main():
+    print(f"JAX {jax.__version__} on {jax.default_backend()}\n")
+    found = "\n".join(tables()) + "\n"
+    print(found)
+    page = Path(__file__).with_suffix(".md")
+    text, _, shown = page.read_text().partition(MARK)
+    if "--write" in sys.argv:
+        page.write_text(f"{text}{MARK}{found}")
+    elif is_kernel_available() and jax.default_backend() == "cpu":
+        assert shown == found, "docs/support_matrix.md shows another table: python docs/support_matrix.py --write"
 
 
 main()
