@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from eformer.cli import main
-from eformer.cli import report as report_command
 from eformer.ops.quantization import ArrayNF4, quantize
 from eformer.serialization import inspect, load, save
 
@@ -106,9 +105,7 @@ def test_inspect(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "general.architecture" in text
 
 
-def test_report_and_its_hook(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     small = tmp_path / "small.safetensors"
     run(capsys, "quantize", dense, small, "--rule", "embedding=int8")
     found = run(capsys, "report", small, "--against", dense)
@@ -127,22 +124,6 @@ def test_report_and_its_hook(
     errors = [leaf["relative_error"] for leaf in found["leaves"] if leaf["format"] == "nf4"]
     assert len(errors) == 2 * 5  # attn_k and attn_v have fewer than 4096 values
     assert 0.05 < min(errors) <= max(errors) < 0.3
-    monkeypatch.setattr(report_command, "SECTIONS", {"names": f"{__name__}"})
-    assert run(capsys, "report", small, "--names")["names"] == sorted(leaves)
-    assert "names" not in run(capsys, "report", small)
-    assert "printed by the section" in main_text(capsys, "report", small, "--names")
-
-
-def add_arguments(parser: Any) -> None:
-    parser.add_argument("--names", action="store_true")
-
-
-def section(options: Any, leaves: Any) -> Any:
-    return sorted(leaves) if options.names else None
-
-
-def show(data: Any) -> None:
-    print("printed by the section", data)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
+from eformer import _table
 from eformer._core import ImplicitArray
 from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
 from eformer._quantize.paths import open_tree
-from eformer._quantize.report import aligned, relative_error
+from eformer._quantize.report import relative_error
 from eformer._quantize.roles import Role, roles_of
 from eformer._quantize.rules import Choice, as_config
 
@@ -46,8 +47,8 @@ class MergeReport:
         return iter(self.leaves)
 
     def __str__(self) -> str:
-        rows = [(c.path, c.format, "", f"{c.relative_error:.4f}", f"{c.update:.4f}") for c in self.leaves]
-        return "\n".join(aligned([("path", "format", "", "rel. error", "update"), *rows]))
+        rows = [(c.path, c.format, f"{c.relative_error:.4f}", f"{c.update:.4f}") for c in self.leaves]
+        return "\n".join(_table.lines(("path", "format", "rel. error", "update"), rows))
 
 
 def merge_lora(params: Any, into: Choice = "base") -> tuple[Any, MergeReport]:

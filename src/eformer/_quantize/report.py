@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer import _table
 from eformer._core import ImplicitArray, materialize
 
 from .paths import open_tree
@@ -60,12 +61,14 @@ class Report:
     def bits_per_weight(self) -> float:
         return 8 * self.nbytes / max(sum(leaf.size for leaf in self.leaves if leaf.tied_to is None), 1)
 
+    def rows(self, digits: int = 3) -> list[list[str]]:
+        """The cells of the table, one row per leaf."""
+        return [_row(leaf, digits) for leaf in self.leaves]
+
     def __str__(self) -> str:
-        head = ("path", "format", "shape", "bytes", "bits/weight", "rel. error", "SQNR dB")
-        rows = [_row(leaf) for leaf in self.leaves]
-        total = ("total", "", "", f"{self.nbytes:,}", f"{self.bits_per_weight:.2f}", "", "")
+        total = ["total", "", "", f"{self.nbytes:,}", f"{self.bits_per_weight:.2f}", "", ""]
         saved = f"{self.dense_nbytes:,} bytes dense, {self.nbytes / max(self.dense_nbytes, 1):.1%} of that held"
-        return "\n".join([*aligned([head, *rows, total]), saved])
+        return "\n".join([*_table.lines(COLUMNS, [*self.rows(), total]), saved])
 
     def to_json(self) -> str:
         """The leaves and the totals as a JSON object; figures that are no finite numbers are null."""
@@ -166,25 +169,15 @@ def _energies(value: Any, original: jax.Array) -> tuple[jax.Array, jax.Array]:
 # -- the table and the picture -----------------------------------------------------------------------------------------
 
 
-def _row(leaf: LeafReport) -> tuple[str, ...]:
-    error = "" if leaf.relative_error is None else f"{leaf.relative_error:.3f}"
+COLUMNS = ("path", "format", "shape", "bytes", "bits/weight", "rel. error", "SQNR dB")
+
+
+def _row(leaf: LeafReport, digits: int) -> list[str]:
+    error = "" if leaf.relative_error is None else f"{leaf.relative_error:.{digits}f}"
     sqnr = "" if leaf.sqnr_db is None else f"{leaf.sqnr_db:.1f}"
     shape = f"({','.join(map(str, leaf.shape))}{',' if len(leaf.shape) == 1 else ''})"
     held = f"{leaf.nbytes:,}" if leaf.tied_to is None else f"as {leaf.tied_to}"
-    return leaf.path, leaf.format, shape, held, f"{leaf.bits_per_weight:.2f}", error, sqnr
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need to be; the first three to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return [leaf.path, leaf.format, shape, held, f"{leaf.bits_per_weight:.2f}", error, sqnr]
 
 
 def _draw(figure: Any, leaves: Sequence[LeafReport]) -> Any:

@@ -15,7 +15,7 @@ from eformer.errors import CheckpointError
 from ..safetensors.header import MAX_HEADER, parse_json
 from ..safetensors.reading import open_regular
 from ..safetensors.writing import atomic_file, sync_folder
-from ..tree.described import Contents
+from ..tree.described import Contents, Leaf
 from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
 from .split_tensors import Whole
 
@@ -67,38 +67,65 @@ def shard_names(path: Path, count: int, tag: str) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}.{tag}{SUFFIX}" for i in range(1, count + 1)]
 
 
-def commit_index(
-    path: Path, contents: Contents, owners: Mapping[str, str], total: int, extra: Mapping[str, str]
-) -> None:
-    """Write the index of a complete set of files: from this moment on it is the checkpoint."""
-    described = {**extra, "total_size": total, KEY: dumped(tree_metadata(contents))}
-    _write_index(path, described, owners, set(owners.values()))
+def shard_pattern(path: Path) -> str:
+    """A regular expression for such names."""
+    return rf"{re.escape(path.name.removesuffix(SUFFIX))}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)}"
 
 
-def _write_index(path: Path, described: Mapping[str, Any], owners: Mapping[str, str], files: set[str]) -> None:
-    old = _files_of_set(path)
-    with atomic_file(index_path(path)) as file:
-        file.write(json.dumps({"metadata": described, "weight_map": dict(owners)}, indent=1).encode())
-    path.unlink(missing_ok=True)  # a single file of an earlier save
-    _remove(path, old - files)
+@dataclasses.dataclass(frozen=True)
+class FilePlan:
+    """A file to write: its leaves and its metadata."""
+
+    path: Path
+    leaves: Sequence[Leaf]
+    metadata: Mapping[str, str]
+
+
+def plan_files(
+    path: Path, contents: Contents, groups: Sequence[Sequence[Leaf]], extra: Mapping[str, str], tag: str
+) -> list[FilePlan]:
+    """One file that describes the tree too, or one per group; then the tree is described in the index."""
+    single = len(groups) == 1
+    names = [path.name] if single else shard_names(path, len(groups), tag)
+    tree = tree_metadata(contents) if single else {}
+    return [
+        FilePlan(path.with_name(name), leaves, {**extra, KEY: dumped(leaves_metadata(leaves) | tree)})
+        for name, leaves in zip(names, groups, strict=True)
+    ]
+
+
+def commit(path: Path, contents: Contents, files: Sequence[FilePlan], extra: Mapping[str, str]) -> Path:
+    """Everything is written: from this moment on it is the checkpoint, and what it replaces goes. The file to load."""
+    if len(files) == 1:
+        old = _files_of_set(path)
+        index_path(path).unlink(missing_ok=True)
+        _remove(path, old)
+        return path
+    owners = {tensor: file.path.name for file in files for leaf in file.leaves for tensor in leaf.tensors}
+    _write_index(path, contents, tree_metadata(contents), owners, {file.path.name for file in files}, extra)
+    return index_path(path)
 
 
 def commit_pieces(
     path: Path, contents: Contents, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
 ) -> None:
-    """Write the index of a checkpoint whose tensors lie in pieces, in files of these names."""
+    """The same for a checkpoint whose tensors lie in pieces, in files of these names."""
     owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
     pieces = {name: whole.describe() for name, whole in wholes.items()}
     described = tree_metadata(contents) | leaves_metadata(contents.leaves) | {"pieces": pieces}
-    total = sum(leaf.nbytes for leaf in contents.leaves)
-    _write_index(path, {**extra, "total_size": total, KEY: dumped(described)}, owners, set(names))
+    _write_index(path, contents, described, owners, set(names), extra)
 
 
-def remove_old_set(path: Path) -> None:
-    """Remove the index and the files of an earlier save in several files, now that one file took their place."""
+def _write_index(
+    path: Path, contents: Contents, described: Any, owners: Mapping[str, str], files: set[str], extra: Mapping[str, str]
+) -> None:
     old = _files_of_set(path)
-    index_path(path).unlink(missing_ok=True)
-    _remove(path, old)
+    total = sum(leaf.nbytes for leaf in contents.leaves)
+    metadata = {**extra, "total_size": total, KEY: dumped(described)}
+    with atomic_file(index_path(path)) as file:
+        file.write(json.dumps({"metadata": metadata, "weight_map": owners}, indent=1).encode())
+    path.unlink(missing_ok=True)  # a single file of an earlier save
+    _remove(path, old - files)
 
 
 def _files_of_set(path: Path) -> set[str]:
@@ -110,9 +137,7 @@ def _files_of_set(path: Path) -> set[str]:
 
 def _remove(path: Path, names: set[str]) -> None:
     """Delete files of an old set, if their names are of the kind `shard_names` makes: an index may claim anything."""
-    stem = re.escape(path.name.removesuffix(SUFFIX))
-    ours = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)}")
-    removed = [name for name in names if ours.fullmatch(name)]
+    removed = [name for name in names if re.fullmatch(shard_pattern(path), name)]
     for name in removed:
         path.with_name(name).unlink(missing_ok=True)
     if removed:

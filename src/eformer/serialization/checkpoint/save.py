@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from eformer.errors import CheckpointError
 from ..locating import about
 from ..safetensors.writing import write_file
 from ..tree.described import Leaf, contents_of, host
-from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
-from .index import SUFFIX, commit_index, index_path, remove_old_set, shard_names
+from ..tree.metadata import KEY
+from .index import SUFFIX, commit, plan_files
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -49,20 +49,13 @@ def save(
     check_target(path)
     with about(path):
         contents = contents_of(tree)
-    shards = [*shards_of(contents.leaves, max_shard_size)] if max_shard_size is not None else [contents.leaves]
-    if len(shards) <= 1:
-        described = leaves_metadata(contents.leaves) | tree_metadata(contents)
-        _write_file(path, contents.leaves, {**extra, KEY: dumped(described)})
-        remove_old_set(path)
-        return path
-    names = shard_names(path, len(shards), secrets.token_hex(4))
-    for name, leaves in zip(names, shards, strict=True):
-        _write_file(path.with_name(name), leaves, {**extra, KEY: dumped(leaves_metadata(leaves))})
-    owners = {
-        t.name: name for name, leaves in zip(names, shards, strict=True) for leaf in leaves for t in leaf.layout()
-    }
-    commit_index(path, contents, owners, sum(leaf.nbytes for leaf in contents.leaves), extra)
-    return index_path(path)
+    files = plan_files(path, contents, shards_of(contents.leaves, max_shard_size), extra, secrets.token_hex(4))
+    for file in files:
+        sources = {name: array for leaf in file.leaves for name, array in leaf.tensors.items()}
+        tensors = [tensor for leaf in file.leaves for tensor in leaf.layout()]
+        with about(file.path):
+            write_file(file.path, tensors, file.metadata, lambda name, sources=sources: host(sources[name], name))
+    return commit(path, contents, files, extra)
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
@@ -89,29 +82,23 @@ def byte_count(size: int | str) -> int:
     (1500000000, 4096)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if (
-        match is None
-        or match[2].upper() not in _UNITS
-        or not (count := int(float(match[1]) * _UNITS[match[2].upper()]))
-    ):
+    unit = _UNITS.get(match[2].upper(), 0) if match else 0
+    count = int(float(match[1]) * unit) if match else 0
+    if not count:
         raise ValueError(f"{size!r} is no size; give a positive number of bytes, or a string like '2GB' or '500MiB'.")
     return count
 
 
-def shards_of(leaves: Sequence[Leaf], max_shard_size: int | str) -> Iterator[list[Leaf]]:
-    """Consecutive leaves, as many together as fit."""
-    limit, group, size = byte_count(max_shard_size), [], 0
+def shards_of(leaves: Sequence[Leaf], max_shard_size: int | str | None) -> list[Sequence[Leaf]]:
+    """Consecutive leaves, as many together as fit; all of them without a limit."""
+    if max_shard_size is None:
+        return [leaves]
+    limit, size = byte_count(max_shard_size), 0
+    groups: list[list[Leaf]] = [[]]
     for leaf in leaves:
         if size and leaf.nbytes and size + leaf.nbytes > limit:  # every file gets a tensor, so that the index names it
-            yield group
-            group, size = [], 0
-        group.append(leaf)
+            groups.append([])
+            size = 0
+        groups[-1].append(leaf)
         size += leaf.nbytes
-    yield group
-
-
-def _write_file(path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str]) -> None:
-    sources = {name: array for leaf in leaves for name, array in leaf.tensors.items()}
-    tensors = [tensor for leaf in leaves for tensor in leaf.layout()]
-    with about(path):
-        write_file(path, tensors, metadata, lambda name: host(sources[name], name))
+    return [*groups]

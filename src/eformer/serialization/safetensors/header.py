@@ -61,7 +61,9 @@ def read_header(descriptor: int, file: Any) -> Header:
     if length > MAX_HEADER or 8 + length > size:
         what = f"claims a header of {length:,} bytes, but has {size:,} bytes (allowed: up to {MAX_HEADER:,})."
         raise CheckpointError(what, file=file, fix=TRUNCATED)
-    return parse_header(_read_exactly(descriptor, length, 8, file), size - 8 - length, file)
+    text = bytearray(length)
+    read_exactly(descriptor, text, 8, file)
+    return parse_header(bytes(text), size - 8 - length, file)
 
 
 def parse_header(text: bytes, data_size: int, file: Any) -> Header:
@@ -149,15 +151,14 @@ def _check_cover(entries: Mapping[str, Entry], data_size: int, file: Any) -> Non
         raise CheckpointError(what, file=file, fix=TRUNCATED)
 
 
-def _read_exactly(descriptor: int, length: int, offset: int, file: Any) -> bytes:
-    pieces = []
-    while length:
-        piece = os.pread(descriptor, min(length, 1 << 26), offset)
-        if not piece:
-            raise CheckpointError("ended while it was read.", file=file, fix=TRUNCATED)
-        pieces.append(piece)
-        length, offset = length - len(piece), offset + len(piece)
-    return b"".join(pieces)
+def read_exactly(descriptor: int, target: Any, offset: int, file: Any, tensor: str | None = None) -> None:
+    """Fill a buffer from a place in a file."""
+    view, done = memoryview(target), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done : done + (1 << 26)]], offset + done)
+        if not count:
+            raise CheckpointError("ended while it was read.", file=file, tensor=tensor, fix=TRUNCATED)
+        done += count
 
 
 def _kind(value: Any) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from eformer.errors import CheckpointError
 
-from .header import ALIGNMENT, TRUNCATED, Entry, read_header
+from .header import ALIGNMENT, TRUNCATED, Entry, read_exactly, read_header
 
 _CHUNK = 1 << 23
 
@@ -107,12 +107,7 @@ class MappedFile:
 
     def _fill(self, target: np.ndarray, entry: Entry, start: int) -> None:
         offset = self.header.data_start + entry.start + start
-        done = 0
-        while done < target.nbytes:
-            count = os.preadv(self.descriptor, [target[done:].data], offset + done)
-            if not count:
-                raise CheckpointError("ended while it was read.", file=self.path, tensor=entry.name, fix=TRUNCATED)
-            done += count
+        read_exactly(self.descriptor, target.data, offset, self.path, entry.name)
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:

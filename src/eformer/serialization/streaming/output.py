@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.index import SUFFIX, commit_index, index_path, remove_old_set, shard_names
+from ..checkpoint.index import FilePlan, commit, plan_files, shard_pattern
 from ..safetensors.writing import arrange, build_header, raw_bytes, sync_folder
 from ..tree.described import Contents, Leaf
-from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
 from .journal import Journal
 
 _SYNC_SECONDS = 2.0  # work that may be lost when the machine stops
@@ -31,14 +30,10 @@ class Output:
         self, target: Path, contents: Contents, shards: Sequence[Sequence[Leaf]], extra: Mapping[str, str], run: str
     ):
         self._target, self._contents, self._extra = target, contents, extra
-        self._single = len(shards) == 1
-        names = [target.name] if self._single else shard_names(target, len(shards), run[:8])
-        tree = tree_metadata(contents) if self._single else {}
+        self._files = plan_files(target, contents, shards, extra, run[:8])
         self._parts: list[_Part] = []
-        for name, shard in zip(names, shards, strict=True):
-            metadata = {**extra, KEY: dumped(leaves_metadata(shard) | tree)}
-            begin = self._parts[-1].end if self._parts else 0
-            self._parts.append(_Part(target.with_name(name), shard, metadata, begin))
+        for file in self._files:
+            self._parts.append(_Part(file, self._parts[-1].end if self._parts else 0))
         self._owners = {tensor: part for part in self._parts for tensor in part.entries}
         self._journal = Journal(target, run)
         if not self._journal.continues:
@@ -51,7 +46,7 @@ class Output:
         for part in self._parts:
             if part.begin >= done:
                 break
-            published = not self._single and part.path.exists()  # the name is that of this very run
+            published = len(self._parts) > 1 and part.path.exists()  # the name is that of this very run
             if not part.is_begun and not published:
                 return part.begin
         return done
@@ -85,14 +80,9 @@ class Output:
         for part in self._parts:
             part.publish()
         sync_folder(self._target.parent)
-        if self._single:
-            remove_old_set(self._target)
-        else:
-            owners = {tensor: part.path.name for tensor, part in self._owners.items()}
-            total = sum(leaf.nbytes for leaf in self._contents.leaves)
-            commit_index(self._target, self._contents, owners, total, self._extra)
+        path = commit(self._target, self._contents, self._files, self._extra)
         self._journal.remove()
-        return self._target if self._single else index_path(self._target)
+        return path
 
     def __enter__(self) -> Output:
         return self
@@ -109,13 +99,13 @@ class Output:
 class _Part:
     """One file in the making, for the leaves `begin` to `end` of all."""
 
-    def __init__(self, path: Path, leaves: Sequence[Leaf], metadata: Mapping[str, str], begin: int):
-        entries = arrange([tensor for leaf in leaves for tensor in leaf.layout()])
-        self.path, self.begin, self.end = path, begin, begin + len(leaves)
+    def __init__(self, file: FilePlan, begin: int):
+        entries = arrange([tensor for leaf in file.leaves for tensor in leaf.layout()])
+        self.path, self.begin, self.end = file.path, begin, begin + len(file.leaves)
         self.entries = {entry.name: entry for entry in entries}
-        self._header = build_header(entries, metadata)
+        self._header = build_header(entries, file.metadata)
         self._size = len(self._header) + sum(entry.nbytes for entry in entries)
-        self._hidden = path.with_name(f".{path.name}.part")
+        self._hidden = file.path.with_name(f".{file.path.name}.part")
         self._descriptor: int | None = None
 
     @property
@@ -168,10 +158,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> int:
 
 def _discard_parts(target: Path) -> None:
     """Remove what runs with other arguments left behind."""
-    stem = re.escape(target.name.removesuffix(SUFFIX))
-    ours = re.compile(
-        rf"\.({re.escape(target.name)}|{stem}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)})\.part"
-    )
+    ours = re.compile(rf"\.({re.escape(target.name)}|{shard_pattern(target)})\.part")
     for name in os.listdir(target.parent):
         if ours.fullmatch(name):
             target.with_name(name).unlink(missing_ok=True)

@@ -120,7 +120,7 @@ def write_quantized(
     steps = _steps(source, planned)
     extra = checked_metadata({**{k: v for k, v in source.metadata.items() if k != KEY}, **(metadata or {})})
     contents = Contents([step.leaf for step in steps], source.structure, source.aliases)
-    shards = [list(contents.leaves)] if max_shard_size is None else list(shards_of(contents.leaves, max_shard_size))
+    shards = shards_of(contents.leaves, max_shard_size)
     run = _fingerprint(source.identity, planned, contents, shards, extra)
     with Output(target, contents, shards, extra, run) as output:
         resumed = output.done

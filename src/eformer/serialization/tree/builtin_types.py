@@ -76,32 +76,22 @@ def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Compr
 
 
 _BLOCKED = {"axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype}
+_INT8 = {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
+_LORA = {"scale": float, "left": int, "right": int}
 
-register_type(
-    ArrayNF4, "nf4", unpack=strict(ArrayNF4, {"packed": "uint8", "absmax": FLOATING}, {"block_size": int, **_BLOCKED})
+# The name in files, the class, its parts and its fields.
+TYPES: tuple[tuple[str, type, dict[str, str], dict[str, type]], ...] = (
+    ("nf4", ArrayNF4, {"packed": "uint8", "absmax": FLOATING}, {"block_size": int, **_BLOCKED}),
+    ("int8", Array8B, {"weight": "int8", "scale": FLOATING}, _INT8),
+    ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
+    (
+        "grouped",
+        GroupedArray,
+        {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL},
+        {"zero": int, **_BLOCKED},
+    ),
+    ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
 )
+for _name, _cls, _kinds, _fields in TYPES:
+    register_type(_cls, _name, unpack=strict(_cls, _kinds, _fields))
 register_type(CompressedAbsmax, "nf4_absmax", unpack=_unpack_absmax)
-register_type(
-    Array8B,
-    "int8",
-    unpack=strict(
-        Array8B, {"weight": "int8", "scale": FLOATING}, {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
-    ),
-)
-register_type(
-    Array1B, "onebit", unpack=strict(Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED})
-)
-register_type(
-    LoraArray,
-    "lora",
-    unpack=strict(
-        LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, {"scale": float, "left": int, "right": int}
-    ),
-)
-register_type(
-    GroupedArray,
-    "grouped",
-    unpack=strict(
-        GroupedArray, {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL}, {"zero": int, **_BLOCKED}
-    ),
-)

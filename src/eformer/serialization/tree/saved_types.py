@@ -57,7 +57,8 @@ def register_type(cls: C, name: str | None = None, *, pack: Pack | None = None, 
     >>> register_type(Doubled, "example.doubled").__name__
     'Doubled'
     """
-    if not _is_implicit(cls):
+    given: Any = cls
+    if not (isinstance(given, type) and issubclass(given, ImplicitArray)):
         raise TypeError(f"register_type takes a class derived from ImplicitArray, got {cls!r}.")
     name = cls.__name__ if name is None else name
     if name in RESERVED or not name:
@@ -65,13 +66,9 @@ def register_type(cls: C, name: str | None = None, *, pack: Pack | None = None, 
     known = _by_name.get(name)
     if known is not None and _origin(known.cls) != _origin(cls):
         raise ValueError(f"{name!r} already stands for {known.cls.__qualname__}; choose another name.")
-    saved = SavedType(name, cls, pack or pack_fields, unpack or _constructor(cls))
+    saved = SavedType(name, cls, pack or pack_fields, unpack or (lambda parts, fields: cls(**parts, **fields)))
     _by_name[name] = _by_class[cls] = saved
     return cls
-
-
-def _is_implicit(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, ImplicitArray)
 
 
 def _origin(cls: type) -> tuple[str, str]:
@@ -85,7 +82,7 @@ def type_of(array: ImplicitArray) -> SavedType:
     if saved is None:
         name = type(array).__name__
         raise CheckpointError(
-            f"arrays of type {name} cannot be saved: nobody said how.",
+            f"arrays of type {name} cannot be saved: this type is not registered.",
             fix=f"Call eformer.serialization.register_type({name}) first, before saving and before loading.",
         )
     return saved
@@ -96,7 +93,7 @@ def type_named(name: Any) -> SavedType:
     saved = _by_name.get(name) if isinstance(name, str) else None
     if saved is None:
         raise CheckpointError(
-            f"is of the type {name!r:.100}, which nobody registered; known are {', '.join(sorted(_by_name))}.",
+            f"is of the type {name!r:.100}, which is not registered; known are {', '.join(sorted(_by_name))}.",
             fix="Import the module that defines it, or call eformer.serialization.register_type(cls, name).",
         )
     return saved
@@ -114,10 +111,3 @@ def pack_fields(array: ImplicitArray) -> tuple[dict[str, Any], dict[str, Any]]:
     fields = {name: getattr(array, name) for name in names.aux if name not in _NOT_SAVED}
     remembered = {"shape": array.__dict__.get("_shape"), "dtype": array.__dict__.get("_dtype")}
     return parts, {**fields, **{name: value for name, value in remembered.items() if value is not None}}
-
-
-def _constructor(cls: type) -> Unpack:
-    def unpack(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
-        return cls(**parts, **fields)
-
-    return unpack
