@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import os
 import subprocess
@@ -280,6 +281,27 @@ def test_imports_go_one_way():
 )
 def test_the_table_says_what_it_should(module, target, allowed):
     assert (wrong_way(module, target) is None) == allowed
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, first and last the same; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as err:
+        return err.args[1]
+    return []
+
+
+def test_no_cycle_of_imports():
+    """At any depth: an import inside a function hides a cycle, it does not break it."""
+    graph = {m: {to for to, _ in imports_of(m, path) if to in MODULES and to != m} for m, path in MODULES.items()}
+    cycle = cycle_in(graph)
+    assert not cycle, f"{' is imported by '.join(cycle)}: move what they share into a module below both"
+
+
+def test_a_cycle_is_found():
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert sorted(set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}}))) == ["a", "b", "c"]
 
 
 def test_relative_imports_are_resolved():
