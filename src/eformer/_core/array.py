@@ -39,14 +39,17 @@ OrginArray.register(jax.Array)
 class _Derived:
     """`shape` or `dtype`: what the instance was told, or what its children say."""
 
-    def __init__(self, read: Callable[[Any], Any]):
-        self.read = read
+    def __init__(self, read: Callable[[Any], Any], index: int):
+        self.read, self.index = read, index
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.slot = f"_{name}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self.read(instance)
+        if instance is None:
+            return self
+        known = instance.__dict__.get("_known")
+        return self.read(instance) if known is None else known[self.index]
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self.slot] = value
@@ -69,7 +72,7 @@ class _JaxArrayProtocol:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None or _jax.read_by_array_operator():
             return None
-        if _jax.read_by_array_constructor() and _jax.is_eval_trace(_jax.current_trace()):
+        if _jax.read_by_array_constructor() and _jax.current_trace() is _jax.eval_trace:
             return functools.partial(_fallback.materialize_on_request, instance)
         return functools.partial(box, instance)
 
@@ -115,8 +118,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     _remembers: ClassVar[Any] = None
     __array_priority__: ClassVar[int] = 2000
 
-    shape = _Derived(_aval.shape_of)
-    dtype = _Derived(_aval.dtype_of)
+    shape = _Derived(_aval.shape_of, 0)
+    dtype = _Derived(_aval.dtype_of, 1)
     __jax_array__ = _JaxArrayProtocol()
     __signature__ = _InitSignature()
 
@@ -256,7 +259,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     @property
     def aval(self) -> Any:
         """The abstract value: shape, dtype and, inside shard_map, the axes it varies over."""
-        return _aval.aval_of(self)
+        known = self.__dict__.get("_aval")
+        return _aval.aval_of(self) if known is None else known
 
     @property
     def ndim(self) -> int:

@@ -195,15 +195,11 @@ def shape_and_dtype(q: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def shape_of(q: Any) -> tuple[int, ...]:
-    if _state.depth and "_known" not in q.__dict__:
-        return _while_deriving(q, "shape", 0)
-    return shape_and_dtype(q)[0]
+    return _while_deriving(q, "shape", 0) if _state.depth else shape_and_dtype(q)[0]
 
 
 def dtype_of(q: Any) -> Any:
-    if _state.depth and "_known" not in q.__dict__:
-        return _while_deriving(q, "dtype", 1)
-    return shape_and_dtype(q)[1]
+    return _while_deriving(q, "dtype", 1) if _state.depth else shape_and_dtype(q)[1]
 
 
 def _while_deriving(q: Any, what: str, index: int) -> Any:

@@ -33,7 +33,7 @@ class _State(threading.local):
     notices: list[Any] | None = None  # where to keep what concerns whoever calls the code being traced
 
 
-_state = _State()
+handled = _State()
 
 
 # -- policy ----------------------------------------------------------------------------------------------------------
@@ -68,16 +68,16 @@ class handling:
         self.primitive = primitive
 
     def __enter__(self) -> None:
-        self.before = _state.primitive, _state.requested
-        _state.primitive, _state.requested = self.primitive, False
+        self.before = handled.primitive, handled.requested
+        handled.primitive, handled.requested = self.primitive, False
 
     def __exit__(self, *exc: object) -> None:
-        _state.primitive, _state.requested = self.before
+        handled.primitive, handled.requested = self.before
 
 
 def _notice(q: Any) -> None:
     """Record that `q` is about to be materialized, and let the policy speak if nobody asked for it by name."""
-    primitive = None if _state.requested else _state.primitive
+    primitive = None if handled.requested else handled.primitive
     policy = "allow" if primitive is None else policy_in_force()
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
@@ -90,8 +90,8 @@ def _notice(q: Any) -> None:
         raise errors.MaterializationError(_messages.REFUSED.format(**facts))
     if warn:
         kind, primitive, message = type(q), facts["primitive"], _messages.WARNED.format(**facts)
-        if replayed is None and _state.notices is not None:
-            _state.notices.append((kind, primitive, message))
+        if replayed is None and handled.notices is not None:
+            handled.notices.append((kind, primitive, message))
         _warn_once(kind, primitive, message, where)
 
 
@@ -110,17 +110,17 @@ def notice_lookup(q: Any, shape: Sequence[int]) -> None:
     """Record that a lookup decodes values of this shape from `q`. They are activations: no policy refuses them."""
     if recording():
         where = _jax.replayed_location() or _jax.calling_location()
-        record("decode", dtype=q.dtype, **_facts(q, shape, _state.primitive, where))
+        record("decode", dtype=q.dtype, **_facts(q, shape, handled.primitive, where))
 
 
 @contextlib.contextmanager
 def collecting_notices(notices: list[Any]) -> Iterator[None]:
     """A block whose code will be compiled and then called from other places, each of which is to be warned once."""
-    before, _state.notices = _state.notices, notices
+    before, handled.notices = handled.notices, notices
     try:
         yield
     finally:
-        _state.notices = before
+        handled.notices = before
 
 
 def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
@@ -149,14 +149,14 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def materialize(self: Any) -> Any:
         if _aval.deriving():
             return _over_batch_axes(raw, self)
-        if _state.materializing is not None:  # a part of an array that is being materialized already, or super()
+        if handled.materializing is not None:  # a part of an array that is being materialized already, or super()
             return _over_batch_axes(raw, self)
         _notice(self)
-        _state.materializing = self
+        handled.materializing = self
         try:
             out = _over_batch_axes(raw, self)
         finally:
-            _state.materializing = None
+            handled.materializing = None
         _check(self, out)
         return out
 
@@ -198,20 +198,20 @@ def materialize(x: Any) -> Any:
 def decode(part: Any, of: Any) -> Any:
     """The dense array of `part`, which a lookup took out of `of`."""
     notice_lookup(of, part.shape)
-    before, _state.materializing = _state.materializing, part
+    before, handled.materializing = handled.materializing, part
     try:
         return part.materialize()
     finally:
-        _state.materializing = before
+        handled.materializing = before
 
 
 def materialize_on_request(q: Any) -> Any:
     """As `materialize`, for conversions that ask for a dense array by name (`np.asarray`, `jnp.asarray`)."""
-    before, _state.requested = _state.requested, True
+    before, handled.requested = handled.requested, True
     try:
         return materialize(q)
     finally:
-        _state.requested = before
+        handled.requested = before
 
 
 def dense_for(primitive: Any, value: Any) -> Any:

@@ -73,6 +73,7 @@ class Registry:
         self.any_operand: Any = jax.Array
         self.version = 0
         self._handlers: dict[str, list[Handler]] = {}
+        self._names: dict[Any, str | None] = {}
         self._memo: dict[tuple[str, tuple[type, ...], int], Handler | None] = {}
         self._lock = threading.Lock()
 
@@ -82,15 +83,21 @@ class Registry:
             # The same signature and precedence again is a redefinition (a reloaded module, a notebook cell run twice).
             self._handlers[name] = [h for h in known if h.signature != handler.signature] + [handler]
             self._memo.clear()
+            self._names = {}
             self.version += 1
 
-    def has(self, name: str) -> bool:
-        return name in self._handlers
+    def filed_under(self, primitive: Any) -> str | None:
+        """The name under which there are handlers for `primitive`, or None if there are none. Remembered."""
+        names = self._names  # a new table after every registration
+        try:
+            return names[primitive]
+        except KeyError:
+            name = primitive.name if primitive.name in self._handlers else canonical_name(primitive)
+            found = names[primitive] = name if name in self._handlers else None
+            return found
 
     def lookup(self, name: str, operand_types: tuple[type, ...], skip: int = 0) -> Handler | None:
         """The most specific handler for these operand types; `skip` leaves out that many better ones that declined."""
-        if name not in self._handlers:
-            return None
         key = (name, operand_types, skip)
         try:
             return self._memo[key]
@@ -102,7 +109,7 @@ class Registry:
 
     def _matching(self, name: str, operand_types: tuple[type, ...]) -> list[Handler]:
         target = plum.Signature(*operand_types)
-        return [h for h in self._handlers[name] if target <= h.signature]
+        return [h for h in self._handlers.get(name, ()) if target <= h.signature]
 
 
 def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Handler]) -> Handler | None:

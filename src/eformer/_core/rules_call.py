@@ -27,9 +27,13 @@ _jit_lock = threading.Lock()
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    if _jax.inlined_early(params["inline"]) and not _jax.is_eval_trace(_jax.current_trace()):
+    if _jax.inlined_early(params["inline"]) and _jax.current_trace() is not _jax.eval_trace:
         return call_jaxpr(params["jaxpr"], values)
-    values, in_shardings = _placed_arguments(primitive, values, params)
+    in_shardings = ()
+    for sharding in params["in_shardings"]:
+        if isinstance(sharding, jax.sharding.Sharding):
+            values, in_shardings = _placed_arguments(primitive, values, params)
+            break
     jitted, notices = _jitted(params, in_shardings)
     if notices:
         repeat_notices(notices, {type(v) for v in values})
@@ -47,8 +51,6 @@ def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any])
             asked = asked if per_child is None else per_child
         placed.append(value)
         shardings.append(asked)
-    if all(s is None for s in shardings):
-        return placed, ()
     return placed, tuple(shardings)
 
 
@@ -58,8 +60,8 @@ def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> tuple[Any,
     With it comes what was noticed while it was traced, for callers who find it traced already.
     """
     jaxpr = params["jaxpr"]
-    leaves, treedef = jtu.tree_flatten(in_shardings)
-    key = (id(jaxpr), registry.version, tuple(leaves), treedef, params["donated_invars"])
+    placement = (tuple(jtu.tree_leaves(in_shardings)), jtu.tree_structure(in_shardings)) if in_shardings else None
+    key = (id(jaxpr), registry.version, placement, params["donated_invars"])
     with _jit_lock:
         hit = _jit_cache.get(key)
         if hit is not None:

@@ -21,7 +21,7 @@ from . import fallback as _fallback
 from . import operators as _operators
 from .array import ImplicitArray
 from .box import box_p, unbox
-from .registry import canonical_name, registry
+from .registry import registry
 
 registry.any_operand = jax.Array | ImplicitArray
 
@@ -124,8 +124,11 @@ class ImplicitTrace(_jax.LayeredTrace):
             params and (primitive.multiple_results or primitive.name in STRUCTURAL) and _jax.params_use(params, box_p)
         ):
             return _jax.bind_at(primitive, self.parent_trace, values, params)
-        with _jax.set_current_trace(self.parent_trace):
+        if _jax.is_current(self.parent_trace):
             out = dispatch(primitive, values, params)
+        else:
+            with _jax.set_current_trace(self.parent_trace):
+                out = dispatch(primitive, values, params)
         return [self.wrap(v) for v in out] if primitive.multiple_results else self.wrap(out)
 
     def call_functions(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -143,11 +146,16 @@ def run(f: Callable[..., Sequence[Any]], values: Sequence[Any], tag: Any = None)
     return [trace.unwrap(v) for v in out]
 
 
+# One trace for all operators on values that are computed at once: JAX remembers more of a trace it has seen before.
+_EAGER = ImplicitTrace(_jax.eval_trace, _jax.TraceTag())
+
+
 def apply(f: Callable[..., Any], *args: Any) -> Any:
     """`f(*args)` with dispatch, for functions whose arguments are values and whose result is one array or a few."""
-    trace = ImplicitTrace(_jax.current_trace(), _jax.TraceTag())
+    parent = _jax.current_trace()
+    trace = _EAGER if parent is _jax.eval_trace else ImplicitTrace(parent, _jax.TraceTag())
     with _jax.set_current_trace(trace):
-        out = f(*[trace.wrap(a) for a in args])
+        out = f(*map(trace.wrap, args))
     if isinstance(out, (tuple, list)):
         return jtu.tree_map(trace.unwrap, out)
     return trace.unwrap(out)
@@ -179,49 +187,51 @@ def dispatch(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
 
 def call_handlers(primitive: Any, values: list[Any], params: dict[str, Any], check: bool = True) -> Any:
     """Ask the handlers for these operands, best first; NotImplemented if none of them wants to."""
-    name = primitive.name
-    if not registry.has(name):
-        name = canonical_name(primitive)
-        if not registry.has(name):
-            return NotImplemented
-    types = tuple([type(v) if isinstance(v, ImplicitArray) else jax.Array for v in values])
-    out = _ask(primitive, name, types, values, params, check)
+    name = registry.filed_under(primitive)
+    if name is None:
+        return NotImplemented
+    operands, kinds = [], []
+    for value in values:
+        implicit = isinstance(value, ImplicitArray)
+        operands.append(value if implicit or hasattr(value, "aval") else jnp.asarray(value))
+        kinds.append(type(value) if implicit else jax.Array)
+    types = tuple(kinds)
+    out = _ask(primitive, name, types, operands, params, check)
     if out is not NotImplemented or name not in _COMMUTATIVE or types[0] is types[1]:
         return out
     if all(v.commute_ops for v in values if isinstance(v, ImplicitArray)):  # a handler for (Q, dense): (dense, Q) too
-        return _ask(primitive, name, types[::-1], values[::-1], params, check)
+        return _ask(primitive, name, types[::-1], operands[::-1], params, check)
     return NotImplemented
 
 
-def _ask(primitive: Any, name: str, types: Any, values: list[Any], params: dict[str, Any], check: bool) -> Any:
+def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dict[str, Any], check: bool) -> Any:
     skip = 0
     while (handler := registry.lookup(name, types, skip)) is not None:
-        operands = [_as_operand(v) for v in values]
         # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
         expected = _jax.result_avals(primitive, operands, params) if check else None
-        with _fallback.handling(primitive):
+        outer = _fallback.handled.primitive, _fallback.handled.requested
+        _fallback.handled.primitive, _fallback.handled.requested = primitive, False
+        try:
             out = handler(primitive, operands, params)
+        finally:
+            _fallback.handled.primitive, _fallback.handled.requested = outer
         if out is not NotImplemented:
             return _checked(handler, primitive, out, operands, expected) if check else out
         skip += 1
     return NotImplemented
 
 
-def _as_operand(value: Any) -> Any:
-    """Handlers see arrays: numbers and numpy values become jax.Arrays."""
-    return value if _is_array(value) else jnp.asarray(value)
-
-
-def _is_array(value: Any) -> bool:
+def _as_array(value: Any) -> Any:
+    """Handlers see arrays, and give arrays: numbers and numpy values become jax.Arrays."""
     # `isinstance(value, jax.Array)` goes through a metaclass; all of those, and only those, have an aval
-    return isinstance(value, ImplicitArray) or hasattr(value, "aval")
+    return value if isinstance(value, ImplicitArray) or hasattr(value, "aval") else jnp.asarray(value)
 
 
 def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expected: list[Any] | None) -> Any:
     """The result of a handler, if it can be the result of this primitive."""
-    if expected is not None and not primitive.multiple_results and _is_array(out):
-        aval = expected[0]
-        if out.dtype == aval.dtype and out.shape == aval.shape:  # the usual case: one result, and it is right
+    if expected is not None and not primitive.multiple_results:
+        found, aval = getattr(out, "aval", None), expected[0]
+        if found is not None and found.shape == aval.shape and found.dtype == aval.dtype:  # the usual case
             return out
     results = out if primitive.multiple_results and isinstance(out, (list, tuple)) else [out]
     if expected is not None:
@@ -229,7 +239,7 @@ def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expect
             _wrong_result(handler, primitive, f"{len(results)} results", f"{len(expected)}", operands)
         for result, aval in zip(results, expected, strict=True):
             _check_one(handler, primitive, result, aval, operands)
-    results = [_as_operand(r) for r in results]
+    results = [_as_array(r) for r in results]
     return results if primitive.multiple_results else results[0]
 
 

@@ -18,7 +18,6 @@ from .avals import varying_axes as varying_axes
 from .avals import varying_axes_of_type as varying_axes_of_type
 from .avals import with_sharding_type as with_sharding_type
 from .avals import zeros_like_in as zeros_like_in
-from .callers import read_as_opaque_state as read_as_opaque_state
 from .callers import read_by_array_constructor as read_by_array_constructor
 from .callers import read_by_array_operator as read_by_array_operator
 from .functions import bind_functions as bind_functions
@@ -60,8 +59,9 @@ from .traces import axis_mapped as axis_mapped
 from .traces import bind_at as bind_at
 from .traces import bind_params as bind_params
 from .traces import current_trace as current_trace
+from .traces import eval_trace as eval_trace
 from .traces import install_trace as install_trace
-from .traces import is_eval_trace as is_eval_trace
+from .traces import is_current as is_current
 from .traces import is_staging as is_staging
 from .traces import register_tracer_type as register_tracer_type
 from .traces import register_value_type as register_value_type

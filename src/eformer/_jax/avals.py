@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ ShapedArray = _core.ShapedArray
 
 _result_avals: dict[Any, list[Any] | None] = {}
 _RESULT_AVALS_LIMIT = 8192
+_aval = operator.attrgetter("aval")
+_shape_and_dtype = operator.attrgetter("shape", "dtype")
 
 
 def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any] | None:
@@ -29,7 +32,7 @@ def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) ->
         return _evaluated(primitive, args, params)
     key = (
         primitive,
-        tuple([(a.shape, a.dtype) for a in args]),
+        tuple(map(_shape_and_dtype, map(_aval, args))),
         tuple(params.items()),
         _config.enable_x64.value,
     )

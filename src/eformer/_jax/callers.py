@@ -33,11 +33,3 @@ def read_by_array_constructor(depth: int = 2) -> bool:
             return False
         asked, frame = True, frame.f_back
     return asked
-
-
-def read_as_opaque_state(depth: int = 2) -> bool:
-    """Is the identity of a trace being read by a library that guards its mutable objects with it (Flax NNX)?
-
-    Should that function be renamed, assigning to an NNX variable inside `implicit` is refused as inside another trace.
-    """
-    return sys._getframe(depth).f_code.co_name == "get_opaque_trace_state"

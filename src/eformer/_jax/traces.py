@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,25 +14,25 @@ from jax._src.interpreters import batching as _batching
 from jax.extend.core import TraceTag as TraceTag
 from jax.extend.core import set_current_trace as set_current_trace
 
-from .callers import read_as_opaque_state
-
 Trace = _core.Trace
 Tracer = _core.Tracer
+eval_trace = _core.eval_trace
 
 
 def current_trace() -> Any:
     """The trace primitives bind on; evaluation when none is set (newer releases keep None there inside `bind`)."""
     trace = _core.trace_ctx.trace
-    return _core.eval_trace if trace is None else trace
+    return eval_trace if trace is None else trace
+
+
+def is_current(trace: Any) -> bool:
+    """Is `trace` set as the current one? Not so inside `bind` of newer releases, which keep none there."""
+    return _core.trace_ctx.trace is trace
 
 
 def install_trace(trace: Any) -> None:
     """Make `trace` current on this thread until somebody sets another one."""
     _core.trace_ctx.set_trace(trace)
-
-
-def is_eval_trace(trace: Any) -> bool:
-    return trace is _core.eval_trace
 
 
 def is_staging() -> bool:
@@ -55,7 +57,7 @@ def register_value_type(cls: type, aval_of: Callable[[Any], Any], canonicalize: 
 
 
 def register_tracer_type(cls: type) -> None:
-    _core.pytype_aval_mappings[cls] = lambda tracer: tracer.aval
+    _core.pytype_aval_mappings[cls] = operator.attrgetter("aval")
 
 
 def axis_mapped(tracer: Any, array: Any) -> int | None:
@@ -72,9 +74,11 @@ class LayeredTracer(Tracer):
         self._trace = trace
         self.value, self.tag = value, trace.tag
 
-    @property
-    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.value.aval
+    def __getattr__(self, name: str) -> Any:
+        if name != "aval":
+            return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+        self.aval = self.value.aval  # read when it is asked for first: it takes time, and placeholders have none
+        return self.aval
 
     @property
     def layer(self) -> Any:
@@ -98,8 +102,12 @@ class LayeredTrace(Trace):
 
     @property
     def _weakref(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What JAX keys its caches with; to libraries that ask which trace they are in, the one around us."""
-        return self.parent_trace._weakref if read_as_opaque_state() else self._own_ref
+        """What JAX keys its caches with. Flax NNX guards its mutable objects with it: to NNX, the trace around us.
+
+        Should that function of JAX be renamed, assigning to an NNX variable inside `implicit` is refused.
+        """
+        asked_by = sys._getframe(1).f_code.co_name
+        return self.parent_trace._weakref if asked_by == "get_opaque_trace_state" else self._own_ref
 
     @_weakref.setter
     def _weakref(self, ref: Any) -> None:
