@@ -27,7 +27,7 @@ _sinks: ContextVar[tuple[list[Event], ...]] = ContextVar("eformer_event_sinks", 
 
 
 def record(kind: str, **fields: Any) -> None:
-    """Hand an event to every active recorder. Costs one context-variable read when nobody listens."""
+    """Hand an event to every active recorder. Costs one context-variable read when there is none."""
     for sink in _sinks.get():
         sink.append(Event(kind, fields))
 

@@ -140,7 +140,7 @@ def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("quantize dense.safetensors out --rule int8", 2, "not of the form PATTERN=FORMAT"),
         ("quantize dense.safetensors out --rule re:(=int8", 2, "not a regular expression"),
         ("quantize dense.safetensors out --rules broken.gguf", 2, "is not JSON"),
-        ("quantize dense.safetensors out --rules list.json", 2, "no object of patterns"),
+        ("quantize dense.safetensors out --rules list.json", 2, "not hold an object of patterns"),
         ("quantize dense.safetensors out --format int8 --block-size 8", 2, "options of nf4"),
         ("quantize dense.safetensors out --skip noses", 2, "noses"),
         ("quantize dense.safetensors out --max-shard-size wide", 2, "wide"),

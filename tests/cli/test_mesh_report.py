@@ -88,14 +88,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--mesh", "model"], 2, "no list of axes and sizes"),
-        (["--mesh", "model=0"], 2, "no list of axes and sizes"),
+        (["--mesh", "model"], 2, "not a list of axes and sizes"),
+        (["--mesh", "model=0"], 2, "not a list of axes and sizes"),
         (["--mesh", "a=2,a=2"], 2, "twice"),
         (["--spec", "x=-"], 2, "needs --mesh"),
         (["--mesh", "a=2", "--spec", "nothing"], 2, "PATTERN=AXES"),
         (["--mesh", "a=2", "--spec", "x=a"], 2, "matches no leaf"),
         (["--mesh", "a=2", "--spec", "head*=-,-,a"], 1, "tensor 'head.kernel'.*only 2 axes"),
-        (["--mesh", "a=2", "--spec", "*down*=b"], 1, "tensor 'layers.0.down.kernel'.*'b' is no axis"),
+        (["--mesh", "a=2", "--spec", "*down*=b"], 1, "tensor 'layers.0.down.kernel'.*'b' is not an axis"),
         (["--mesh", "a=2", "--spec", "*down*=a"], 1, "tensor 'layers.0.down.kernel'.*cut a block of 32"),
     ],
 )

@@ -119,7 +119,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     text = state["eformer"].tobytes().decode()
     for old, new, message in [
         ('"left":1', '"left":2', "left=2"),
-        ('"scale":1.0', '"scale":"1"', "scale='1', which is no float"),
+        ('"scale":1.0', '"scale":"1"', "scale='1', which is not of type float"),
         ('"a":"q.a"', '"a":"q.b"', "factors of shapes"),
         ('"w":{"type":"nf4"', '"w":{"type":"none"', "part 'w' that is None instead of floating"),
     ]:

@@ -121,5 +121,5 @@ def test_tensors_are_aligned(tmp_path):
 
 @pytest.mark.parametrize("size", ["", "x", "0", "-3", "1 parsec", "1e9"])
 def test_sizes_are_checked(size):
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         saving.byte_count(size)

@@ -200,7 +200,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     path = tmp_path / "m.safetensors"
     wrong = {
         r"'a\.1'.*Unknown.*register_type\(Unknown\)": {"a": [jnp.ones(1), Unknown(jnp.ones(2))]},
-        r"'f'.*of type function is no array": {"f": lambda x: x},
+        r"'f'.*of type function is not an array": {"f": lambda x: x},
         r"'o'.*dtype object cannot be saved": {"o": np.array([None])},
     }
     for message, tree in wrong.items():
@@ -213,7 +213,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="has a meaning of its own"):
         files.register_type(Unknown, "dict")
-    with pytest.raises(ValueError, match="already stands for ArrayNF4"):
+    with pytest.raises(ValueError, match="already the name of ArrayNF4"):
         files.register_type(Unknown, "nf4")
     with pytest.raises(TypeError, match="derived from ImplicitArray"):
         files.register_type(int)

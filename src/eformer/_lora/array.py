@@ -82,7 +82,7 @@ class LoraArray(ImplicitArray, frozen=True):
 
     @property
     def sharding(self) -> Any:
-        """That of `w`."""
+        """The sharding of `w`."""
         return getattr(self.w, "sharding", None)
 
     def child_specs(self, spec: PartitionSpec) -> Any:
@@ -108,7 +108,7 @@ class LoraArray(ImplicitArray, frozen=True):
     def __repr__(self) -> str:
         if is_storage(self.w, self.a, self.b):
             return super().__repr__()
-        # Taken apart: some parts are elsewhere.
+        # Its parts were taken out by `split_trainable`.
         return f"LoraArray(w={self.w!r}, a={self.a!r}, b={self.b!r})"
 
     def _storage(self) -> str:

@@ -1,4 +1,4 @@
-"""`merge_lora`: adapters folded into their weights, and what rounding them anew cost."""
+"""`merge_lora`: adapters folded into their weights, and the cost of rounding them again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MergeReport:
 
 
 def merge_lora(params: Any, into: Choice = "base") -> tuple[Any, MergeReport]:
-    """The model without adapters, and a report of the error each new rounding made.
+    """The model without adapters, and a report of the error of each new rounding.
 
     Args:
         params: any pytree, or a Flax NNX module.

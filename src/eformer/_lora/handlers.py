@@ -1,4 +1,4 @@
-"""What keeps a `LoraArray` low-rank: products, transposes, dtypes, slices, lookups. The rest goes dense by policy."""
+"""Handlers that keep a `LoraArray` low-rank: products, transposes, dtypes, slices, lookups. Others materialize it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _order(q: LoraArray, contracted: Sequence[int], a: list[int], b: list[int]) 
 
 @register("ragged_dot_general")
 def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: jax.Array, **params: Any) -> Any:
-    """Rows of x in groups, each times its own matrix of a stack: two ragged products more, as thin as the rank."""
+    """Rows of x in groups, each times its own matrix of a stack, with two more ragged products as thin as the rank."""
     numbers = params["ragged_dot_dimension_numbers"]
     (x_axes, q_axes), batch = numbers.dot_dimension_numbers
     ragged = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
@@ -171,7 +171,7 @@ def squeeze(q: LoraArray, *, dimensions: Any, **params: Any) -> Any:
 
 @register("gather")
 def gather(q: LoraArray, indices: jax.Array, **params: Any) -> Any:
-    """Rows (or columns) of the weight, and those of one factor times the other: dense, and no larger than asked for."""
+    """Rows (or columns) of the weight, and those of one factor times the other: dense, and only those requested."""
     indices, params = without_whole_axes(q, indices, params)
     numbers, value = params["dimension_numbers"], params.get("fill_value")
     axis = _picked_axis(q, params["slice_sizes"])
@@ -192,7 +192,7 @@ def dynamic_slice(q: LoraArray, *starts: jax.Array, slice_sizes: Any, **params: 
     axis = _picked_axis(q, slice_sizes)
     if axis is None:
         return NotImplemented
-    # As the operation does it: the function of that name counts a negative start from the end, once more.
+    # Bind the operation: the function of that name would count a negative start from the end a second time.
     starts = tuple(jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, slice_sizes, strict=True))
     base = _on_base(lambda w: lax.dynamic_slice(w, starts, slice_sizes), q.frozen())
     one = lax.dynamic_slice_in_dim(q.b if axis else q.a, starts[axis], 1, axis)
@@ -200,7 +200,7 @@ def dynamic_slice(q: LoraArray, *starts: jax.Array, slice_sizes: Any, **params: 
 
 
 def _picked_axis(q: LoraArray, sizes: Sequence[int]) -> int | None:
-    """The axis of a matrix along which single entries are asked for, whole along the other."""
+    """The axis of a matrix along which single entries are requested; the other axis is taken whole."""
     if q.ndim != 2:
         return None
     fits = [axis for axis in (0, 1) if sizes[axis] == 1 and sizes[1 - axis] == q.shape[1 - axis]]

@@ -1,4 +1,4 @@
-"""Trainable and frozen: taking a model apart for `jax.grad` and optax, and putting it together again."""
+"""Splitting a model into trainable and frozen parts for `jax.grad` and optax, and joining them again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def split_trainable(params: Any, also: str | Iterable[str] = ()) -> tuple[dict[s
 
 
 def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
-    """The model again, from both parts of `split_trainable`."""
+    """Join the two parts of `split_trainable` into one model."""
     seen: set[str] = set()
 
     def fill(x: Any) -> Any:

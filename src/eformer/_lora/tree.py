@@ -33,7 +33,7 @@ def add_lora(
     dtype: Any = jnp.float32,
     skip: Iterable[str] = tuple(GROUPS),
 ) -> Any:
-    """Put a `LoraArray` around every matrix whose path matches. The model computes what it did before.
+    """Put a `LoraArray` around every matrix whose path matches. At first the model computes what it did before.
 
     Args:
         params: a model, quantized or not: any pytree, or a Flax NNX module.
@@ -98,13 +98,13 @@ def _can_have_one(leaf: Leaf, role: Role, skip: frozenset[str]) -> bool:
 def _adapted(leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dtype: Any) -> LoraArray:
     value = leaf.value
     shape, input_first = tuple(value.shape), role.inputs[0] < role.outputs[0]
-    # Behind both: the window of a convolution (out, in, window...), which is summed over as the inputs are.
+    # After both comes the window of a convolution (out, in, window...), which is summed over as the inputs are.
     inputs = (*role.inputs, *range(max(*role.inputs, *role.outputs) + 1, 0))
     first, second = (inputs, role.outputs) if input_first else (role.outputs, inputs)
     batch = len(shape) - len(first) - len(second)
     a, b = (*shape[: batch + len(first)], rank), (*shape[:batch], rank, *shape[batch + len(first) :])
     fan_in = math.prod(shape[axis] for axis in inputs)
-    # Of its own path, so that it does not depend on which other leaves have adapters.
+    # A key of the leaf's own path, so that it does not depend on which other leaves have adapters.
     own = jax.random.fold_in(key, zlib.crc32(leaf.path.encode()))
     random = jax.random.normal(own, a if input_first else b, dtype) / math.sqrt(max(fan_in, 1))
     zeros = jnp.zeros(b if input_first else a, dtype)

@@ -71,7 +71,7 @@ class Report:
         return "\n".join([*_table.lines(COLUMNS, [*self.rows(), total]), saved])
 
     def to_json(self) -> str:
-        """The leaves and the totals as a JSON object; figures that are no finite numbers are null."""
+        """The leaves and the totals as a JSON object; figures that are not finite are null."""
         totals = {name: getattr(self, name) for name in ("nbytes", "dense_nbytes", "bits_per_weight")}
         leaves = [{k: _finite(v) for k, v in dataclasses.asdict(leaf).items()} for leaf in self.leaves]
         return json.dumps({**totals, "leaves": leaves}, indent=2, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What a leaf is for: told by its name, its shape, its neighbours and, where there is one, the layer that holds it.
+"""What a leaf is for, found by its name, its shape, its neighbours and, where there is one, the layer that holds it.
 
 A role decides two things: whether a leaf is quantized at all, and along which axis. Nothing depends on it for
 correctness: any axis gives a right model, the right one gives a quick and a slightly more accurate one.

@@ -98,7 +98,7 @@ def dequantize_tree(params: Any, dtype: Any = None) -> Any:
 
 
 def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
-    """The JAX arrays to quantize, if nobody has freed one of them."""
+    """The JAX arrays to quantize; raises if one of them has been freed."""
     found = {d.leaf.path: d.leaf.value for d in decisions if d.config is not None and _is_concrete(d.leaf.value)}
     lost = [path for path, value in found.items() if value.is_deleted()]
     if lost:
@@ -125,7 +125,7 @@ def _look(value: Any) -> Any:
 
 
 def _memory(value: Any) -> list[Any]:
-    """What tells the memory of an array from that of others: addresses where it has some, else the object itself."""
+    """What identifies the memory of an array: addresses where it has some, else the object itself."""
     if not _is_concrete(value) or value.is_deleted():
         return [id(value)]
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards] or [id(value)]
@@ -135,7 +135,7 @@ def _quantized(decision: Decision, donate: bool) -> Any:
     value, config = decision.leaf.value, decision.config
     if config is None:
         raise ValueError(f"{decision.leaf.path!r} is not to be quantized: {decision.reason}.")
-    ours = not isinstance(value, jax.Array)  # a copy on the device that nobody else holds
+    ours = not isinstance(value, jax.Array)  # a copy on the device that only we hold
     try:
         dense = jnp.asarray(np.asarray(value, _native(value))) if ours else value
         made = quantize_stack(dense, config, decision.role.batch)

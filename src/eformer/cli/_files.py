@@ -25,7 +25,7 @@ def open_checkpoint(path: Path) -> LazyCheckpoint | GgufFile:
 
 
 def shortened(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The notes of a file, long lists counted instead of shown."""
+    """Metadata with long strings cut and long lists counted."""
     return {key: _short(value) for key, value in metadata.items()}
 
 

@@ -1,7 +1,7 @@
 """Finds the command and runs it. A command is a row of `COMMANDS` and a module.
 
 The module has two functions: `add_arguments(parser)` and `run(options)`, which returns the exit status. It is imported
-only when it is asked for, so that a command may need what others do not.
+only when it is used, so one command may need packages that others do not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, text: str, command: Any, argv: Sequence[str]) -> int:
-    """Run a module that is a command. Errors that are no bugs become one line; others keep their traceback."""
+    """Run a module that is a command. Expected errors become one line; bugs keep their traceback."""
     parser = argparse.ArgumentParser(prog=name, description=text)
     command.add_arguments(parser)
     options = parser.parse_args(argv)

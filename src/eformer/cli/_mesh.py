@@ -80,7 +80,7 @@ def parsed_mesh(text: str) -> AbstractMesh:
     """
     pairs = [part.split("=") for part in text.split(",")]
     if not all(len(p) == 2 and p[0].isidentifier() and p[1].isdecimal() and int(p[1]) for p in pairs):
-        raise WrongUse(f"--mesh {text!r} is no list of axes and sizes; write for example data=4,model=8.")
+        raise WrongUse(f"--mesh {text!r} is not a list of axes and sizes; write for example data=4,model=8.")
     names = tuple(name for name, _ in pairs)
     if len(set(names)) != len(names):
         raise WrongUse(f"--mesh {text!r} names an axis twice.")
@@ -94,7 +94,7 @@ def parsed_spec(text: str) -> tuple[str, PartitionSpec]:
     """
     pattern, _, axes = text.rpartition("=")
     if not pattern or not axes:
-        raise WrongUse(f"--spec {text!r} is no PATTERN=AXES; write for example '*up*=-,model'.")
+        raise WrongUse(f"--spec {text!r} is not of the form PATTERN=AXES; write for example '*up*=-,model'.")
     entries = [tuple(part.split("+")) for part in axes.split(",")]
     return pattern, PartitionSpec(*(None if e == ("-",) else e[0] if len(e) == 1 else e for e in entries))
 
@@ -185,7 +185,7 @@ def _nbytes(part: Any) -> int:
 
 
 def show(data: Mapping[str, Any]) -> None:
-    """The table for people."""
+    """Print the table."""
     axes = ", ".join(f"{name}={size}" for name, size in data["axes"].items())
     print_table(
         f"on a mesh of {axes} ({data['devices']} devices)",

@@ -1,4 +1,4 @@
-"""What `eformer quantize` is asked for: the options of the command as those of `quantize_file`, and a plan as data."""
+"""The options of `eformer quantize` as arguments of `quantize_file`, and a plan as data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rules_file(path: Path) -> list[tuple[str, Any]]:
     except ValueError as err:
         raise WrongUse(f"--rules {path} is not JSON: {err}.") from err
     if not isinstance(found, dict):
-        raise WrongUse(f"--rules {path} holds no object of patterns and formats.")
+        raise WrongUse(f"--rules {path} does not hold an object of patterns and formats.")
     return [(pattern, _choice(c) if isinstance(c, str) else c) for pattern, c in found.items()]
 
 

@@ -14,7 +14,7 @@ from eformer._kernels.reference import decode
 from eformer._kernels.select import default_platform
 
 BLOCK = 64
-# Accelerators multiply in 16 bits where nothing else is asked for.
+# Accelerators multiply in 16 bits unless told otherwise.
 LIMIT, LIMIT_16_BITS = 2e-6, 5e-3
 
 

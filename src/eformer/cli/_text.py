@@ -23,7 +23,7 @@ def print_json(found: Any) -> None:
 
 
 def teller(quiet: bool = False) -> Callable[[str], None]:
-    """A function that says on the terminal what is being done, on one line; to a file it says nothing."""
+    """A function that shows progress on one line of the terminal, and prints nothing to a file."""
     if quiet or not sys.stderr.isatty():
         return lambda what: None
     return lambda what: print(f"\r\x1b[2K{what}", end="" if what else "\r", file=sys.stderr, flush=True)
@@ -47,8 +47,8 @@ def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    # A file or a pipe has no width to keep to.
+    # A file or a pipe has no width.
     wide = None if sys.stdout.isatty() else 160
     console = Console(markup=False, highlight=False, width=wide)
-    console.print(title, soft_wrap=True)  # above the table, since a title of it would be wrapped to its width
+    console.print(title, soft_wrap=True)  # above the table: rich would wrap a title to the width of the table
     console.print(table)

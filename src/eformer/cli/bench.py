@@ -82,13 +82,13 @@ def measure(k: int, n: int, m: int, formats: list[str], dtype: str, rounds: int)
 
 
 def _kernel(product: Any, x: Any, w: Any) -> str:
-    """The kernel that is chosen; "dense" if the matrix is made dense first."""
-    told = explain(lambda x, w: jax.eval_shape(product, x, w))(x, w)
-    return ", ".join(dict.fromkeys(event.name for event in told.kernels)) or "dense"
+    """The kernel that is chosen; "dense" if the matrix is materialized first."""
+    found = explain(lambda x, w: jax.eval_shape(product, x, w))(x, w)
+    return ", ".join(dict.fromkeys(event.name for event in found.kernels)) or "dense"
 
 
 def show(found: dict[str, Any]) -> None:
-    """The same for people."""
+    """Print the table."""
     k, n = found["size"]
     title = f"{k} × {n} weights, {found['dtype']} x, {found['device']} (ratio below 1: faster than dense)"
     show_rows(title, found["rows"])

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(found: FileReport) -> None:
-    """The same for people."""
+    """Print the tables."""
     print_table(f"{found.file} ({found.kind})", COLUMNS, found.rows())
     print_table(
         f"{len(found.tensors)} tensors, {found.nbytes:,} bytes",

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Quantize the file; rules that decided nothing are named on the way."""
+    """Quantize the file; rules without effect are named in warnings."""
     _files.check_exists(options.source)
     source = open_source(options.source)
     try:
@@ -107,7 +107,7 @@ def summary(done: StreamReport, warnings: list[str]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The same for people."""
+    """Print the table."""
     print_table(
         found["file"],
         ["format", "tensors", "bytes before", "bytes after"],
@@ -128,7 +128,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def show_plan(found: dict[str, Any]) -> None:
-    """What would be done, for people."""
+    """Print what would be done."""
     rows = [[t["path"], t["format"], json.dumps(t["axis"]), t["reason"]] for t in found["tensors"]]
     print_table("plan", ["path", "format", "axis", "why it stays"], rows)
     for line in found["warnings"]:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report, and draw it if asked to."""
+    """Print the report, and draw it with --plot."""
     leaves = dict(_files.open_checkpoint(options.file))
     found = report_of(leaves, None if options.against is None else _original(options.against, leaves))
     if options.plot is not None:
@@ -57,7 +57,7 @@ def _original(path: Path, leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(title: str, found: Report) -> None:
-    """The table for people."""
+    """Print the table."""
     print_table(title, COLUMNS, found.rows(digits=4))
     share = found.nbytes / max(found.dense_nbytes, 1)
     print(

@@ -19,7 +19,7 @@ Cache = tuple[jax.Array, jax.Array]  # keys and values, (layers, batch, context,
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a model; what its weights do not say."""
+    """Sizes of a model, and what cannot be read from its weights."""
 
     vocabulary: int
     width: int
@@ -66,7 +66,7 @@ def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
 def decode(config: Config, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
     """Logits of tokens (batch, time) that begin at position `start`, and the cache with them filled in."""
     places = start + jnp.arange(tokens.shape[1])
-    # Said here because it is meant: of the whole table only the rows that were looked up are decoded.
+    # Explicit on purpose: only the rows that were looked up are decoded, not the table.
     x = materialize(params["embedding"][tokens])
 
     def layer(carry: Any, weights: tuple[Params, jax.Array]) -> tuple[Any, None]:

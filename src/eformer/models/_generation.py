@@ -55,7 +55,7 @@ def generate(
     config, params = model.config, model.params
     padded = np.zeros(-(-len(prompt) // _ROUND) * _ROUND, np.int32)
     padded[: len(prompt)] = prompt
-    # What stands behind the prompt is overwritten before anything attends to it.
+    # The padding after the prompt is overwritten before anything attends to it.
     cache = make_cache(config, 1, len(padded) + -(-count // CHUNK) * CHUNK)
     logits, cache = _prefill(config, params, jnp.asarray(padded)[None], cache, jnp.asarray(len(prompt)))
     state, key = (jnp.asarray(len(prompt)), logits), jax.random.key(seed)

@@ -1,4 +1,4 @@
-"""Models of the LLaMA family out of GGUF files, and out of safetensors files that `eformer quantize` made of such."""
+"""Models of the LLaMA family from GGUF files, and from safetensors files that `eformer quantize` made of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NORMS = {"norm_attention": "attn_norm", "norm_mlp": "ffn_norm"}
 
 
 def notes_of(opened: GgufFile | LazyCheckpoint) -> dict[str, Any]:
-    """The metadata of the GGUF file, wherever they are kept now."""
+    """The metadata of the GGUF file, also after it was quantized."""
     if isinstance(opened, GgufFile):
         return dict(opened.metadata)
     try:

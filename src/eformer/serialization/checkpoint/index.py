@@ -42,14 +42,14 @@ def read_index(path: Path) -> Index:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_HEADER:
             raise CheckpointError(f"is an index of {size:,} bytes; allowed are {MAX_HEADER:,}.", file=path)
-        table = parse_json(file.read(size), path)  # not more: read() sets aside as much as it is asked for
+        table = parse_json(file.read(size), path)  # not more: read() allocates as much as it is given
     owners = table.get("weight_map") if isinstance(table, dict) else None
     metadata = table.get("metadata", {}) if isinstance(table, dict) else None
     if not isinstance(owners, dict) or not isinstance(metadata, dict):
-        raise CheckpointError("is no index: it has no mapping weight_map.", file=path)
+        raise CheckpointError("is not an index: it has no mapping weight_map.", file=path)
     for tensor, name in owners.items():
         if not _is_plain_name(name):
-            what = f"is said to be in {name!r:.200}. An index names files in its own folder only."
+            what = f"is listed in {name!r:.200}. An index may name only files in its own folder."
             raise CheckpointError(what, file=path, tensor=tensor)
     return Index(owners, metadata)
 

@@ -1,4 +1,4 @@
-"""`open_lazy`: a checkpoint as a mapping from names to leaves, each read when it is asked for."""
+"""`open_lazy`: a checkpoint as a mapping from names to leaves, each read when it is used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LazyCheckpoint(NamedLeaves):
     """The leaves of a checkpoint by name. Opening it reads headers only.
 
     On the CPU dense and packed arrays are memory maps: they cost no time and no memory until they are used.
-    `metadata` are the strings somebody stored with it, `aliases` further names of leaves that are tied.
+    `metadata` holds the strings that were saved with it, `aliases` the further names of tied leaves.
     """
 
     def __init__(self, files: FileSet, *, memory_map: bool = True):
@@ -163,7 +163,7 @@ def open_lazy(path: str | os.PathLike[str], *, memory_map: bool = True) -> LazyC
 
     Args:
         path: a safetensors file, an index of several, the name both would have, or a folder that holds one of them.
-        memory_map: False copies what is read, for files that somebody may overwrite in place.
+        memory_map: False copies what is read, for files that may be overwritten in place.
 
     >>> import tempfile, jax.numpy as jnp
     >>> from eformer.serialization import save

@@ -69,7 +69,7 @@ class NamedLeaves(Mapping[str, Any]):
         return self.read(name)
 
     def known(self, name: str) -> str:
-        """The leaf a name (or another name of it) stands for."""
+        """The name under which a leaf is stored, given that or an alias."""
         name = self.aliases.get(name, name)
         if name not in self.tensors:
             near = [other for other in self.tensors if name.rsplit(".", 1)[-1] in other][:5]

@@ -27,7 +27,7 @@ def load(path: str | os.PathLike[str], like: Any = None, *, strict: bool = True,
             were saved, other nodes as dicts, and a file of another library as one dict.
         strict: with `like`, demand the same names, shapes and dtypes. False takes what the file has and keeps the
             leaves of `like` it has not. A dense leaf of `like` accepts a quantized one in either case.
-        memory_map: False copies what is read, for files that somebody may overwrite in place.
+        memory_map: False copies what is read, for files that may be overwritten in place.
     """
     checkpoint = open_lazy(path, memory_map=memory_map)
     return restore_tree(checkpoint) if like is None else restore_like(checkpoint, like, strict=strict)

@@ -37,7 +37,7 @@ def open_set(path: str | os.PathLike[str]) -> FileSet:
         gone = err.__cause__ if isinstance(err, CheckpointError) else err
         if not isinstance(gone, FileNotFoundError):
             raise
-    # Somebody may have saved anew meanwhile, and removed the files that the index just read had named.
+    # A new save may have removed the files that the index just read had named.
     return _open_set(_find(Path(path)))
 
 
@@ -55,7 +55,7 @@ def _open_set(path: Path) -> FileSet:
         files[name].entry(tensor)  # raises if it is not there
     text = index.metadata.get(KEY)
     if text is not None and not isinstance(text, str):
-        raise CheckpointError(f"has metadata under {KEY!r} that is no string.", file=path)
+        raise CheckpointError(f"has metadata under {KEY!r} that is not a string.", file=path)
     parts = [loaded(file.header.metadata.get(KEY), file.path) for file in files.values()]
     described = loaded(text, path)
     if "pieces" in described:

@@ -18,11 +18,11 @@ from eformer.errors import CheckpointError
 def sharding_on(mesh: Mesh, spec: Any) -> NamedSharding:
     """The sharding of a spec on a mesh, if it names axes the mesh has, and each of them once."""
     if not isinstance(spec, PartitionSpec):
-        raise CheckpointError(f"is to be split as {spec!r}, which is no PartitionSpec.")
+        raise CheckpointError(f"is to be split as {spec!r}, which is not a PartitionSpec.")
     names = [name for entry in spec for name in _names(entry)]
     wrong = [name for name in names if name not in mesh.shape or names.count(name) > 1]
     if wrong:
-        why = "is no axis of the mesh" if wrong[0] not in mesh.shape else "is used twice"
+        why = "is not an axis of the mesh" if wrong[0] not in mesh.shape else "is used twice"
         raise CheckpointError(f"cannot be split as {spec} over {dict(mesh.shape)}: {wrong[0]!r} {why}.")
     return NamedSharding(mesh, spec)
 
@@ -49,7 +49,7 @@ def specs_of(leaf: Any, mesh: Any, spec: Any) -> list[PartitionSpec]:
 
 
 def child_specs(leaf: Any, tensors: Mapping[int, str], sharding: NamedSharding) -> dict[str, PartitionSpec] | None:
-    """The spec of every tensor of a leaf whose arrays are shapes (known by id); None for a leaf that is no array."""
+    """The spec of every tensor of a leaf whose arrays are shapes (known by id); None if it is not an array."""
     if not hasattr(leaf, "shape"):
         return None
     flat = specs_of(leaf, sharding.mesh, sharding.spec)

@@ -85,7 +85,7 @@ def byte_count(size: int | str) -> int:
     unit = _UNITS.get(match[2].upper(), 0) if match else 0
     count = int(float(match[1]) * unit) if match else 0
     if not count:
-        raise ValueError(f"{size!r} is no size; give a positive number of bytes, or a string like '2GB' or '500MiB'.")
+        raise ValueError(f"{size!r} is not a size; give a positive number of bytes, or a string such as '2GB'.")
     return count
 
 

@@ -51,7 +51,7 @@ class PiecedFiles:
     def __init__(self, path: Path, described: Any, files: Mapping[str, MappedFile]):
         self.path, self._files = path, files
         if not isinstance(described, dict):
-            raise CheckpointError("has pieces that are no mapping of tensors.", file=path)
+            raise CheckpointError("has pieces that are not a mapping of tensors.", file=path)
         self._wholes = {name: _checked(path, name, fields, files) for name, fields in described.items()}
 
     def __iter__(self) -> Any:
@@ -113,7 +113,7 @@ def _checked(path: Path, name: str, fields: Any, files: Mapping[str, MappedFile]
     pieces = tuple(_piece(item, len(shape), wrong) for item in fields["pieces"])  # pyright: ignore[reportArgumentType]
     for piece in pieces:
         if piece.file not in files:
-            raise wrong(f"is said to be in {piece.file!r:.200}, which is no file of the checkpoint.")
+            raise wrong(f"is listed in {piece.file!r:.200}, which is not a file of the checkpoint.")
         entry = files[piece.file].entry(piece.name)
         size = tuple(stop - start for start, stop in piece.bounds)
         if (entry.dtype, entry.shape) != (dtype, size):

@@ -19,7 +19,7 @@ _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def exchange(what: str, word: str, timeout: float) -> list[str]:
-    """The word of every process, in order. Raises where one has not said its own after `timeout` seconds.
+    """What every process sent, in order. Raises if one has sent nothing after `timeout` seconds.
 
     >>> exchange("greet", "hello", timeout=1)
     ['hello']
@@ -51,7 +51,7 @@ def digest(value: Any) -> str:
 
 
 def agree(what: str, words: list[str]) -> None:
-    """Raise unless all processes said the same."""
+    """Raise unless all processes sent the same."""
     for process, word in enumerate(words):
         if word != words[0]:
             raise ProcessError(f"{what} differ: process 0 has {words[0]:.300}, process {process} has {word:.300}.")

@@ -73,7 +73,7 @@ def _agree_on_tree(what: str, contents: Contents, timeout: float) -> str:
 
 
 def _together(what: str, timeout: float, work: Any) -> None:
-    """Do one's part; raise on all processes if it failed on one."""
+    """Run this process's part; raise on all processes if it failed on one."""
     failed: BaseException | None = None
     try:
         work()

@@ -38,8 +38,8 @@ def from_bitsandbytes(state: Mapping[str, Any], *, fallback: Literal["error", "d
 
     Args:
         state: a state dict of NumPy, JAX or PyTorch arrays, or what `open_lazy` gives.
-        fallback: what to do with a weight that is no `ArrayNF4` of its shape (blocks that cross rows, FP4, another
-            table): "error" refuses it, "dense" decodes it, exactly.
+        fallback: what to do with a weight that cannot be an `ArrayNF4` of its shape (blocks that cross rows, FP4,
+            another table): "error" refuses it, "dense" decodes it, exactly.
     """
     if fallback not in ("error", "dense"):
         raise ValueError(f"{fallback=} is unknown; allowed are 'error' and 'dense'.")

@@ -129,7 +129,7 @@ class GgufFile(Mapping[str, Any]):
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Does an ordinary file of that name begin as GGUF files do?"""
+    """Is this an ordinary file that begins like a GGUF file?"""
     if not os.path.isfile(path):
         return False
     with os.fdopen(open_regular(path), "rb") as file:

@@ -85,7 +85,7 @@ def parse_gguf(data: Any, file: Any) -> GgufHeader:
     """Read and check a header; `data` is the whole file, or a map of it."""
     cursor = _Cursor(data, file)
     if cursor.take(4) != MAGIC:
-        raise CheckpointError("is no GGUF file: it does not begin with GGUF.", file=file)
+        raise CheckpointError("is not a GGUF file: it does not begin with GGUF.", file=file)
     version = cursor.number("<I")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
@@ -174,7 +174,7 @@ class _Cursor:
         length = self.number("<Q")
         if length > limit:
             raise CheckpointError(f"claims a string of {length:,} bytes.", file=self.file, fix=_DAMAGED)
-        # Tokens may be any bytes: those that are no text survive the trip.
+        # Tokens may be any bytes: those that are not UTF-8 survive the round trip.
         return self.take(length).decode("utf-8", "surrogateescape")
 
     def value(self, kind: int, depth: int = 0) -> Any:

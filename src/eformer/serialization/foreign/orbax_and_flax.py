@@ -1,4 +1,4 @@
-"""Checkpoint libraries of the JAX world, each imported when it is asked for: Orbax and Flax."""
+"""Orbax and Flax checkpoints; each library is imported when it is used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None, *, strict: bool =
     with ocp.PyTreeCheckpointer() as checkpointer:
         saved = checkpointer.metadata(path).item_metadata
         if saved is None:
-            raise CheckpointError("is no Orbax checkpoint of one tree.", file=path)
+            raise CheckpointError("is not an Orbax checkpoint of one tree.", file=path)
         # As NumPy arrays: where they go is decided here, not by the devices there were when they were saved.
         plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
         for name, sharding in _shardings(like).items():
@@ -76,7 +76,7 @@ def from_msgpack(data: bytes, like: Any = None, *, strict: bool = True) -> Any:
     try:
         state: Any = flax.serialization.msgpack_restore(data)
     except (msgpack.UnpackException, ValueError, TypeError, LookupError, AttributeError) as err:
-        raise CheckpointError(f"the bytes are no Flax msgpack: {str(err)[:200]}.") from err
+        raise CheckpointError(f"the bytes are not Flax msgpack: {str(err)[:200]}.") from err
     return from_state_dict(state, like, strict=strict)
 
 

@@ -47,7 +47,7 @@ def named_dtype(name: Any) -> np.dtype:
             return FOREIGN[name]
         if name in _NAMES.values():
             return jnp.dtype(name)
-    raise CheckpointError(f"{name!r:.100} is no dtype; known are {', '.join([*_NAMES.values(), *FOREIGN])}.")
+    raise CheckpointError(f"{name!r:.100} is not a dtype; known are {', '.join([*_NAMES.values(), *FOREIGN])}.")
 
 
 def stored_layout(shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:

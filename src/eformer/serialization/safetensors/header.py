@@ -70,10 +70,10 @@ def parse_header(text: bytes, data_size: int, file: Any) -> Header:
     """Check the JSON of a header that is followed by `data_size` bytes of data."""
     table = parse_json(text, file)
     if not isinstance(table, dict):
-        raise CheckpointError(f"has a header that is no JSON object but {_kind(table)}.", file=file, fix=TRUNCATED)
+        raise CheckpointError(f"has a header that is not a JSON object but {_kind(table)}.", file=file, fix=TRUNCATED)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError("has __metadata__ that is no mapping of strings to strings.", file=file)
+        raise CheckpointError("has __metadata__ that is not a mapping of strings to strings.", file=file)
     entries = {name: _entry(name, fields, data_size, file) for name, fields in table.items()}
     _check_cover(entries, data_size, file)
     return Header(entries, metadata, 8 + len(text))

@@ -49,7 +49,7 @@ class MappedFile:
         made = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
         if len(made) < self.header.data_start + max((e.stop for e in self.header.entries.values()), default=0):
             raise CheckpointError("was shortened after it had been opened.", file=self.path, fix=TRUNCATED)
-        # No reading ahead of what is asked for: `view` announces whole tensors itself.
+        # No read-ahead here: `view` announces whole tensors itself.
         made.madvise(mmap.MADV_RANDOM)
         return made
 
@@ -125,5 +125,5 @@ def owned(array: np.ndarray) -> np.ndarray:
 
 
 def _truth(array: np.ndarray) -> np.ndarray:
-    """Bytes other than 0 and 1 are no booleans; what NumPy and JAX do with them is undefined."""
+    """Bytes other than 0 and 1 are not booleans; what NumPy and JAX do with them is undefined."""
     return array.view(np.uint8) != 0 if array.dtype == np.bool_ else array

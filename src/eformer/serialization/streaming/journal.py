@@ -1,7 +1,7 @@
 """The memory of a long run: which leaves are safely on disk, so that a killed run continues where it stopped.
 
 An append-only file beside the output. Its first line says which run it belongs to, each further line how many leaves
-are done; a line that was cut short counts for nothing. The file is locked while a run uses it.
+are done; a line that was cut short is ignored. The file is locked while a run uses it.
 """
 
 from __future__ import annotations

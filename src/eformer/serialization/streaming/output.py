@@ -140,7 +140,7 @@ class _Part:
 
     def publish(self) -> None:
         """Give the file its name."""
-        if self.begin == self.end:  # no leaves at all, so nobody began it
+        if self.begin == self.end:  # no leaves at all, so it was never begun
             self.open(fresh=True)
         self.sync()
         self.close()

@@ -89,7 +89,7 @@ def quantize_file(
         default: for leaves that no rule matches; None keeps them.
         min_size: matrices with fewer values stay as they are, whatever rules say.
         skip: groups that stay as they are, whatever rules say, as for `quantize_tree`.
-        axis: the axis to quantize along for rules that do not say; by default the contracted one, told by the name:
+        axis: the axis to quantize along for rules that do not say; by default the contracted one, found by the name:
             the last of a `weight`, as PyTorch stores it, and the second last of others.
         max_shard_size: as for `save`.
         metadata: more strings to keep; those of the source are kept too.

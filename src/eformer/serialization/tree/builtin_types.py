@@ -48,7 +48,7 @@ def strict(cls: type, kinds: Mapping[str, str], fields: Mapping[str, type]) -> U
                 raise CheckpointError(f"has a part {name!r} that is {_described(parts[name])} instead of {kind}.")
         for name, allowed in fields.items():
             if not isinstance(found[name], allowed) or isinstance(found[name], bool) is not (allowed is bool):
-                raise CheckpointError(f"has {name}={found[name]!r:.100}, which is no {allowed.__name__}.")
+                raise CheckpointError(f"has {name}={found[name]!r:.100}, which is not of type {allowed.__name__}.")
         return cls(**parts, **found)
 
     return unpack

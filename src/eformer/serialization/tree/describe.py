@@ -43,7 +43,7 @@ def describe(value: Any, name: str, emit: Emit) -> Any:
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {"type": "dict", "items": {key: describe(item, f"{name}.{key}", emit) for key, item in value.items()}}
     raise CheckpointError(
-        f"{value!r:.100} of type {type(value).__name__} is no array and cannot be saved.",
+        f"{value!r:.100} of type {type(value).__name__} is not an array and cannot be saved.",
         tensor=name,
         fix="Leave it out (for Equinox: eqx.filter(tree, eqx.is_array)) and pass like= to load.",
     )
@@ -52,7 +52,7 @@ def describe(value: Any, name: str, emit: Emit) -> Any:
 def _describe_implicit(array: ImplicitArray, name: str, emit: Emit) -> dict[str, Any]:
     saved = type_of(array)
     parts, fields = saved.pack(array)
-    kind = getattr(array, "format", None)  # for whoever reads the file; nothing here does
+    kind = getattr(array, "format", None)  # for human readers of the file; nothing here reads it
     return {
         "type": saved.name,
         **({"format": kind} if isinstance(kind, str) else {}),

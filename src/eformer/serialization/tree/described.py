@@ -29,7 +29,7 @@ class Leaf:
 
     @property
     def is_plain(self) -> bool:
-        """Does a tensor of the leaf's own name say it all?"""
+        """Is the leaf one plain tensor of its own name?"""
         return self.description == self.name
 
     def layout(self) -> list[Tensor]:

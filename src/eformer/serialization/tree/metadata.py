@@ -13,7 +13,7 @@ from .described import Contents, Leaf
 
 VERSION = 1
 KEY = "eformer"  # of the metadata
-NO_STRUCTURE: Any = object()  # of a file somebody else wrote: its leaves are one dict
+NO_STRUCTURE: Any = object()  # of a file from another program: its leaves are one dict
 
 
 def leaves_metadata(leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def loaded(text: str | None, file: Any) -> dict[str, Any]:
         )
     for key in ("leaves", "aliases"):
         if not isinstance(found.get(key, {}), dict):
-            raise CheckpointError(f"has {key} in its metadata that are no mapping.", file=file)
+            raise CheckpointError(f"has {key} in its metadata that are not a mapping.", file=file)
     if not all(isinstance(name, str) for name in found.get("aliases", {}).values()):
-        raise CheckpointError("has aliases that are no names.", file=file)
+        raise CheckpointError("has aliases that are not names.", file=file)
     return found

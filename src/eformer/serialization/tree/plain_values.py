@@ -57,4 +57,4 @@ def decode(value: Any, depth: int = 0) -> Any:
             real, imag = (decode(part, depth + 1) for part in body)
             if isinstance(real, float) and isinstance(imag, float):
                 return complex(real, imag)
-    raise CheckpointError(f"holds the value {value!r:.100}, which is no plain value.")
+    raise CheckpointError(f"holds the value {value!r:.100}, which is not a plain value.")

@@ -105,7 +105,7 @@ def _restore_key(description: dict[str, Any], fetch: Fetch) -> Any:
     try:
         return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
     except (TypeError, ValueError) as err:
-        raise CheckpointError(f"is no random key of the kind {impl!r:.100}: {err}") from err
+        raise CheckpointError(f"is not a random key of the kind {impl!r:.100}: {err}") from err
 
 
 def _restore_scalar(description: dict[str, Any], fetch: Fetch) -> Any:

@@ -1,6 +1,6 @@
 """Which implicit arrays can be saved, and how: a registry from names in files to classes.
 
-A file names types, never modules: nothing is imported because a file says so. Types that are not listed here are
+A file names types, never modules: a file cannot cause an import. Types that are not listed here are
 registered by their owners with `register_type`.
 """
 
@@ -65,7 +65,7 @@ def register_type(cls: C, name: str | None = None, *, pack: Pack | None = None, 
         raise ValueError(f"{name!r} has a meaning of its own in files; choose another name.")
     known = _by_name.get(name)
     if known is not None and _origin(known.cls) != _origin(cls):
-        raise ValueError(f"{name!r} already stands for {known.cls.__qualname__}; choose another name.")
+        raise ValueError(f"{name!r} is already the name of {known.cls.__qualname__}; choose another name.")
     saved = SavedType(name, cls, pack or pack_fields, unpack or (lambda parts, fields: cls(**parts, **fields)))
     _by_name[name] = _by_class[cls] = saved
     return cls

@@ -80,7 +80,7 @@ def _describe(node: Any, path: tuple[Any, ...], names: dict[Any, str]) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """JSON for the key of a dict. A key that is no plain value comes back as its text."""
+    """JSON for the key of a dict. A key that is not a plain value comes back as its text."""
     try:
         return plain_values.encode(key)
     except CheckpointError:
