@@ -18,8 +18,8 @@ import numpy as np
 
 from eformer import _jax, _messages, errors
 
-from . import aval as _aval
-from . import fallback as _fallback
+from . import materialization as _materialization
+from . import shape_dtype as _shape_dtype
 from . import vmap_axes as _vmap_axes
 from .box import box
 from .fields import AUX, DECLARED, layout, replaceable_fields
@@ -73,7 +73,7 @@ class _JaxArrayProtocol:
         if instance is None or _jax.read_by_array_operator():
             return None
         if _jax.read_by_array_constructor() and _jax.current_trace() is _jax.eval_trace:
-            return functools.partial(_fallback.materialize_on_request, instance)
+            return functools.partial(_materialization.materialize_on_request, instance)
         return functools.partial(box, instance)
 
 
@@ -118,8 +118,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     _remembers: ClassVar[Any] = None
     __array_priority__: ClassVar[int] = 2000
 
-    shape = _Derived(_aval.shape_of, 0)
-    dtype = _Derived(_aval.dtype_of, 1)
+    shape = _Derived(_shape_dtype.shape_of, 0)
+    dtype = _Derived(_shape_dtype.dtype_of, 1)
     __jax_array__ = _JaxArrayProtocol()
     __signature__ = _InitSignature()
 
@@ -143,10 +143,10 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
             _make_keyword_only(cls, name)
         cls.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue]
         if "materialize" in cls.__dict__:
-            setattr(cls, "materialize", _fallback.instrumented(cls.__dict__["materialize"]))  # noqa: B010
+            setattr(cls, "materialize", _materialization.instrumented(cls.__dict__["materialize"]))  # noqa: B010
         fast = _flatten if cls.tree_flatten_with_keys is ImplicitArray.tree_flatten_with_keys else None
         jtu.register_pytree_with_keys(cls, lambda q: q.tree_flatten_with_keys(), cls.tree_unflatten, fast)
-        _jax.register_value_type(cls, _aval.aval_of, box)
+        _jax.register_value_type(cls, _shape_dtype.aval_of, box)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is ImplicitArray or cls.materialize is ImplicitArray.materialize:
@@ -162,8 +162,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
                     field=name, name=type(self).__name__, value=value, kind=type(value).__name__
                 )
                 raise errors.InvalidImplicitArrayError(message)
-        _aval.require_hashable(self)
-        _aval.settle(self)
+        _shape_dtype.require_hashable(self)
+        _shape_dtype.settle(self)
         self.__dict__["_sealed"] = True
 
     def _refuse_if_sealed(self, what: str, name: str) -> None:
@@ -228,7 +228,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     @classmethod
     def default_handler(cls, primitive: Any, *args: Any, params: dict[str, Any] | None = None) -> Any:
         """What happens to a primitive nobody registered a handler for: materialize, then bind."""
-        return _fallback.materialize_handler(primitive, *args, params=params or {})
+        return _materialization.materialize_handler(primitive, *args, params=params or {})
 
     # -- the pytree ----------------------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     def aval(self) -> Any:
         """The abstract value: shape, dtype and, inside shard_map, the axes it varies over."""
         known = self.__dict__.get("_aval")
-        return _aval.aval_of(self) if known is None else known
+        return _shape_dtype.aval_of(self) if known is None else known
 
     @property
     def ndim(self) -> int:
@@ -294,12 +294,12 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # materializing always makes a new array
-        dense = np.asarray(_fallback.materialize_on_request(self))
+        dense = np.asarray(_materialization.materialize_on_request(self))
         return dense if dtype is None else dense.astype(dtype)
 
     def __repr__(self) -> str:
         leaves = jtu.tree_leaves(self)
-        if any(_aval.leaf_key(leaf) is None for leaf in leaves):
+        if any(_shape_dtype.leaf_key(leaf) is None for leaf in leaves):
             return f"{type(self).__name__}({', '.join(map(repr, leaves))})"
         shape = ",".join(map(str, self.shape))
         return f"{type(self).__name__}({self.dtype.name}[{shape}], {self._storage()})"
@@ -340,7 +340,7 @@ def _canonical_dtype(dtype: Any) -> Any:
 def _static_data(q: ImplicitArray) -> Any:
     state = q.__dict__
     if "_settled" not in state:
-        _aval.settle(q)
+        _shape_dtype.settle(q)
     aux = state.get("_aux")
     if aux is None:
         data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks")))

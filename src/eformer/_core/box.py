@@ -16,8 +16,8 @@ import jax.tree_util as jtu
 
 from eformer import _jax
 
-from . import aval as _aval
-from .fallback import dense_for
+from . import shape_dtype as _shape_dtype
+from .materialization import dense_for
 from .operators import ArrayOperators
 
 box_p = _jax.Primitive("implicit_box")
@@ -33,7 +33,7 @@ def unbox(leaves: Any, treedef: Any) -> Any:
     q = jtu.tree_unflatten(treedef, leaves)
     implicit = {id(leaf) for leaf in leaves if isinstance(leaf, ArrayOperators)}
     if implicit:  # it was made of tracers of ours, which were single leaves then
-        _aval.expand_ranks(q, lambda x: id(x) in implicit)
+        _shape_dtype.expand_ranks(q, lambda x: id(x) in implicit)
     return q
 
 
@@ -43,7 +43,7 @@ def _dense(*leaves: Any, treedef: Any) -> Any:
 
 def _abstract(*avals: Any, treedef: Any) -> Any:
     q = unbox([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], treedef)
-    return _jax.ShapedArray(*_aval.shape_and_dtype(q))
+    return _jax.ShapedArray(*_shape_dtype.shape_and_dtype(q))
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .fallback import dense_for
+from .materialization import dense_for
 from .trace import is_implicit, rule
 
 

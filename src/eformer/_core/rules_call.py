@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from eformer import _jax
 
-from .fallback import collecting_notices, dense_for, materialize, repeat_notices
+from .materialization import collecting_notices, dense_for, materialize, repeat_notices
 from .placement import child_shardings
 from .registry import registry
 from .trace import call_jaxpr, is_implicit, rule, run

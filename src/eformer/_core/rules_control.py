@@ -17,9 +17,9 @@ import jax.tree_util as jtu
 from eformer import _jax
 from eformer import errors as errors
 
-from . import aval as _aval
+from . import shape_dtype as _shape_dtype
 from .box import can_stack
-from .fallback import dense_for
+from .materialization import dense_for
 from .trace import call_jaxpr, is_implicit, rule
 
 
@@ -90,7 +90,7 @@ def _scan(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any
 def can_slice(q: Any) -> bool:
     """Is the first logical axis the first axis of every leaf?"""
     leaves, treedef = jtu.tree_flatten(q)
-    if _aval.batch_rank(q, leaves) <= 0 and (q.core_ndim is None or q.ndim <= q.core_ndim):
+    if _shape_dtype.batch_rank(q, leaves) <= 0 and (q.core_ndim is None or q.ndim <= q.core_ndim):
         return False
     if not leaves or any(leaf.ndim == 0 or leaf.shape[0] != q.shape[0] for leaf in leaves):
         return False

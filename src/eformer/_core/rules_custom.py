@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from eformer import _jax
 
 from .box import jvp_of_moving
-from .fallback import dense_for, materialize
+from .materialization import dense_for, materialize
 from .placement import child_specs
 from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
 

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 
 from eformer import _jax, _messages, errors
 
-from . import fallback as _fallback
+from . import materialization as _materialization
 from . import operators as _operators
 from .array import ImplicitArray
 from .box import box_p, unbox
@@ -57,7 +57,7 @@ class ImplicitTracer(_jax.LayeredTracer):
 
     def full_lower(self) -> Any:
         """A tracer that outlived its `with` block, or left its task, is an ordinary array from then on."""
-        return self if self.layer.is_open() else _fallback.dense_for("a value used after its scope", self.value)
+        return self if self.layer.is_open() else _materialization.dense_for("a value used after its scope", self.value)
 
     def to_concrete_value(self) -> Any:
         """`bool(x)`, `x.item()`, boolean masks: as on a plain array, unless a surrounding jit hides the numbers.
@@ -69,7 +69,7 @@ class ImplicitTracer(_jax.LayeredTracer):
 
     def materialize(self) -> Any:
         with _jax.set_current_trace(self.layer.parent_trace):
-            return _fallback.materialize_on_request(self.value)
+            return _materialization.materialize_on_request(self.value)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         if self.to_concrete_value() is None:
@@ -209,12 +209,12 @@ def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dic
     while (handler := registry.lookup(name, types, skip)) is not None:
         # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
         expected = _jax.result_avals(primitive, operands, params) if check else None
-        outer = _fallback.handled.primitive, _fallback.handled.requested
-        _fallback.handled.primitive, _fallback.handled.requested = primitive, False
+        outer = _materialization.handled.primitive, _materialization.handled.requested
+        _materialization.handled.primitive, _materialization.handled.requested = primitive, False
         try:
             out = handler(primitive, operands, params)
         finally:
-            _fallback.handled.primitive, _fallback.handled.requested = outer
+            _materialization.handled.primitive, _materialization.handled.requested = outer
         if out is not NotImplemented:
             return _checked(handler, primitive, out, operands, expected) if check else out
         skip += 1

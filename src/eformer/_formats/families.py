@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from eformer._core import materialize_handler
-from eformer._core.fallback import dense_for
+from eformer._core.materialization import dense_for
 
 from . import handlers as _handlers
 from . import shapes as _shapes

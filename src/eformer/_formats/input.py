@@ -10,7 +10,7 @@ import numpy as np
 
 from eformer import _jax as compat
 from eformer._core import AvalMismatchError, ImplicitArray
-from eformer._core.fallback import materialize_on_request
+from eformer._core.materialization import materialize_on_request
 
 from . import checks as _checks
 

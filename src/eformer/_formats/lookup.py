@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._core.fallback import decode, notice_lookup
+from eformer._core.materialization import decode, notice_lookup
 from eformer._kernels import qgather
 from eformer._kernels.formats import FORMATS
 

@@ -76,8 +76,9 @@ def vary(value: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 def agree(*values: jax.Array) -> list[jax.Array]:
     """Make all operands vary over the same axes, as JAX does for its own operations."""
-    axes = frozenset[str]().union(*map(varying_axes, values))
-    return [vary(value, axes) for value in values]
+    held = [varying_axes(value) for value in values]
+    axes = frozenset[str]().union(*held)
+    return [value if has == axes else vary(value, axes) for value, has in zip(values, held, strict=True)]
 
 
 def zeros_like_in(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 
 from eformer import _jax
+from eformer._jax import Primitive, ad, batching
 from eformer._record import record, recording
 from eformer.errors import QuantizedGradientError
 

@@ -18,7 +18,7 @@ from eformer import _jax, _messages, errors
 from eformer import _settings as settings
 from eformer._record import record, recording
 
-from . import aval as _aval
+from . import shape_dtype as _shape_dtype
 from .operators import ArrayOperators
 
 # Part of JAX's compilation key: a program traced under one policy is traced again under another.
@@ -147,7 +147,7 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(raw)
     def materialize(self: Any) -> Any:
-        if _aval.deriving():
+        if _shape_dtype.deriving():
             return _over_batch_axes(raw, self)
         if handled.materializing is not None:  # a part of an array that is being materialized already, or super()
             return _over_batch_axes(raw, self)
@@ -165,7 +165,7 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _over_batch_axes(raw: Callable[[Any], Any], q: Any) -> Any:
     leaves, treedef = jtu.tree_flatten(q)
-    extra = _aval.batch_rank(q, leaves)
+    extra = _shape_dtype.batch_rank(q, leaves)
     if extra <= 0:
         return raw(q)
 
@@ -218,7 +218,7 @@ def dense_for(primitive: Any, value: Any) -> Any:
     """`value`, materialized on behalf of a primitive if it is implicit."""
     if not isinstance(value, ArrayOperators):
         return value
-    with handling(primitive), _aval.explained(value):
+    with handling(primitive), _shape_dtype.explained(value):
         return materialize(value)
 
 
@@ -247,7 +247,7 @@ def materialize_nested(implicit_arr: Any, full: bool = False, on_failure: Litera
 
 
 def _after_failure(q: Any, err: BaseException, on_failure: str) -> Any:
-    message = f"materializing {type(q).__name__}({_aval.describe_leaves(q)}) failed: {type(err).__name__}: {err}"
+    message = f"materializing {type(q).__name__}({_shape_dtype.describe_leaves(q)}) failed: {type(err).__name__}: {err}"
     if on_failure == "raise":
         raise errors.MaterializationError(message) from err
     warnings.warn(f"{message}; returning ones as asked", errors.MaterializationWarning, stacklevel=3)

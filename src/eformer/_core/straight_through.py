@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .fallback import materialize_on_request
+from .materialization import materialize_on_request
 from .trace import is_implicit
 
 

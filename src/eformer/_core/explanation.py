@@ -8,7 +8,7 @@ from typing import Any
 
 from eformer._record import Event, recorder
 
-from .fallback import fresh_trace
+from .materialization import fresh_trace
 
 
 @dataclasses.dataclass(frozen=True)
