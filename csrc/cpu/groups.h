@@ -14,7 +14,7 @@ class GroupReader {
  public:
   static constexpr int bytes = group_bytes<format>;
 
-  GroupReader(const Weights& w, int64_t first) : w_(w), first_(first), byte_(first / per_byte(format)) {
+  GroupReader(const Weights& w, int64_t first) : w_(w), byte_(first / per_byte(format)) {
     available_ = w.row_bytes - byte_;
     if constexpr (format == Format::nf4) {
       base_ = first / w.block;
@@ -57,7 +57,7 @@ class GroupReader {
  private:
   const Weights& w_;
   const Decoder<format> decoder_{};
-  const int64_t first_, byte_;
+  const int64_t byte_;
   int64_t available_;
   // NF4: the block of the first column, whether all columns share it, and if not where the others are.
   int64_t base_ = 0;

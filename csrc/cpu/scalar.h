@@ -1,7 +1,6 @@
 // One value at a time: half precision, codes, scales. The vector code falls back on this at ragged ends.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <cstring>
 

@@ -14,7 +14,6 @@ struct Weights {
   int64_t row_bytes, rows, cols;
   int64_t block, blocks;                // NF4
   const float* per_block = nullptr;     // NF4: (rows, blocks)
-  const float* per_element = nullptr;   // (rows, cols), a rare choice
   const float* along_k = nullptr;       // one per contracted index: goes into x
   const float* along_n = nullptr;       // one per output: applied at the end
   float everywhere = 1;                 // applied at the end
@@ -47,9 +46,7 @@ inline Weights weights_of(const Product& p, float* converted) {
   const bool by_row = d.scale.row_stride != 0, by_col = d.scale.col_stride != 0;
   if (d.format == Format::nf4) {
     w.per_block = scale;
-  } else if (by_row && by_col) {
-    w.per_element = scale;
-  } else if (by_row || by_col) {
+  } else if (by_row || by_col) {  // not both: a scale per element is left to `plain`
     (by_row == (p.form == Form::dot) ? w.along_n : w.along_k) = scale;
   } else {
     w.everywhere = *scale;

@@ -1,6 +1,8 @@
 // NF4 in groups of 8 * lanes columns, for kernels that do so little with a value that decoding it is what takes time.
 #pragma once
 
+#include <bit>
+
 #include "formats.h"
 
 namespace eformer::EFORMER_ISA {
