@@ -110,9 +110,14 @@ def test_explicit_meshes() -> None:
         )
         assert (jax.typeof(y).sharding.spec, jax.typeof(found).sharding.spec) == (P("b", None), P("b", None))
         assert collectives(text) == Counter({SUM: 2})
+        table = put(mesh, case, ids.reshape(4, 4), Row(P("b", "a"), P(), None))
+        several, text = compiled(lambda i, c, s: qgather(c, s, i, fmt="nf4", cols=COLS), *table)
+        assert jax.typeof(several).sharding.spec == P("b", "a", None)
+        assert collectives(text) == Counter()
         grad = jax.jit(jax.grad(lambda x, c, s: case.product(x, codes=c, scale=s).sum()))(*operands)
     assert relative_error(y, by_groups(x, stack.dense.swapaxes(1, 2))) < 3e-6
     assert relative_error(found, case.dense[ids]) < 1e-6
+    assert relative_error(several, case.dense[ids.reshape(4, 4)]) < 1e-6
     assert relative_error(grad, np.broadcast_to(case.dense.sum(0), x.shape)) < 1e-5
 
 

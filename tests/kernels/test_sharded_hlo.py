@@ -144,6 +144,8 @@ def test_groups(name: str, form: str) -> None:
 
 LOOKUPS = {
     "indices": (P("a"), P(), None, ""),
+    "two axes of indices": (P("b", "a"), P(), None, ""),
+    "two axes of indices and rows": (P(None, "b"), P("a"), None, SUM),
     "columns": (P(), P(None, "a"), None, ""),
     "rows": (P(), P("a"), None, SUM),
     "indices and rows": (P("b"), P("a"), None, SUM),
@@ -156,7 +158,7 @@ LOOKUPS = {
 def test_lookups(name: str) -> None:
     (ids_spec, codes_spec, out, kind), mesh, rng = LOOKUPS[name], mesh_of(), seeded(name)
     cases = {fmt: make_case(rng, fmt, ROWS, COLS, block=BLOCK) for fmt in FORMATS}
-    ids = rng.integers(-ROWS, ROWS, 24).astype(np.int32)
+    ids = rng.integers(-ROWS, ROWS, (6, 4) if len(ids_spec) == 2 else 24).astype(np.int32)
     row = Row(ids_spec, codes_spec, None)
     operands = {fmt: put(mesh, case, ids, row) for fmt, case in cases.items()}
 

@@ -213,6 +213,27 @@ def test_gather_decodes_rows(fmt: str, rng: np.random.Generator) -> None:
         assert relative_error(rows, case.dense[indices]) < 1e-7
 
 
+def test_rows_for_indices_the_caller_has_checked(rng: np.random.Generator) -> None:
+    case = make_case(rng, "int8", 50, 75)
+    for indices in (np.array(7), rng.integers(0, 50, (2, 3, 2), dtype=np.uint8)):
+        rows = qgather(case.codes, case.scale, indices, fmt="int8", cols=75, in_bounds=True)
+        assert relative_error(rows, case.dense[indices]) < 1e-7
+    program = str(jax.make_jaxpr(lambda i: qgather(case.codes, case.scale, i, fmt="int8", cols=75, in_bounds=True))(7))
+    assert not any(name in program for name in ("clamp", "select_n", " max ", " min "))
+
+
+def test_scales_shared_along_batch_axes(rng: np.random.Generator) -> None:
+    """Each batch axis of a scale may be 1, or all may be left out."""
+    case = make_case(rng, "int8", 6, 10, batch=(2, 3))
+    x = rng.standard_normal((2, 3, 4, 10)).astype(np.float32)
+    values = case.codes.astype(np.float64).swapaxes(-1, -2)
+    for scale in (case.scale[:1], case.scale[:, :1], case.scale[0, 0]):
+        want = x @ (values * scale.astype(np.float64).swapaxes(-1, -2))
+        assert relative_error(case.product(x, scale=scale), want) < 3e-6
+    with pytest.raises(ValueError, match=r"each may be 1"):
+        case.product(x, scale=case.scale[0])
+
+
 def test_gather_of_a_large_table_makes_no_table(rng: np.random.Generator) -> None:
     case = make_case(rng, "nf4", 4096, 256)
     gather = jax.jit(lambda codes, scale, i: qgather(codes, scale, i, fmt="nf4", cols=256))

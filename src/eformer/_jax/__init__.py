@@ -13,6 +13,7 @@ from .avals import derived_aval as derived_aval
 from .avals import explicit_sharding_of as explicit_sharding_of
 from .avals import result_avals as result_avals
 from .avals import result_type as result_type
+from .avals import typed_by_a_mesh as typed_by_a_mesh
 from .avals import vary as vary
 from .avals import varying_axes as varying_axes
 from .avals import varying_axes_of_type as varying_axes_of_type

@@ -107,6 +107,11 @@ def _varying(shape: tuple[int, ...], dtype: Any, like: Any, axes: frozenset[str]
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding, manual_axis_type=mat)
 
 
+def typed_by_a_mesh(*values: Any) -> bool:
+    """Do the types of values speak of a mesh? Otherwise nothing varies, and nothing is sharded explicitly."""
+    return not all(jax.typeof(value).sharding.mesh.empty for value in values)
+
+
 # -- shardings ---------------------------------------------------------------------------------------------------------
 
 

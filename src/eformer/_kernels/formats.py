@@ -15,6 +15,7 @@ makes it fast is written per format: `xla.planes`, `tpu._decode`, and the decode
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -56,7 +57,7 @@ class Format:
     needs_scale: bool = True
     scale_dtype: Any = jnp.floating  # a dtype, or a kind of dtypes
 
-    @property
+    @functools.cached_property
     def core_ndim(self) -> int:
         """Axes of the codes that are not batch axes."""
         return 3 if self.blocked else 2
@@ -164,7 +165,6 @@ def _check_scale(row: Format, scale: Any, batch: tuple[int, ...], full: tuple[in
 
 def with_batch_of(codes: jax.Array, scale: jax.Array | None, fmt: str) -> jax.Array | None:
     """The scale with the batch axes of the codes."""
-    batch = FORMATS[fmt].batch_of(codes)
-    if scale is None or tuple(scale.shape[:-2]) == batch:
+    if scale is None or scale.shape[:-2] == (batch := codes.shape[: -FORMATS[fmt].core_ndim]):
         return scale
     return jnp.broadcast_to(scale, (*batch, *scale.shape[-2:]))

@@ -34,8 +34,7 @@ def qragged_dot(x: Any, codes: Any, scale: Any, group_sizes: Any, **options: Unp
     >>> qragged_dot(x, codes, scale, jnp.array([2, 0, 1]), fmt="int8", form="dot", cols=1)[:, 0]
     Array([1., 1., 3., 0.], dtype=float32)
     """
-    x, codes, scale = as_operands(x, codes, scale)
-    sizes = jnp.asarray(group_sizes)
+    x, codes, scale, sizes = as_operands(x, codes, scale, group_sizes)
     parameters = parameters_of(x, codes, scale, **options)
     _check_groups(parameters, x, codes, sizes)
     scale = with_batch_of(codes, scale, parameters.fmt)

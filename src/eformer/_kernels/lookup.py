@@ -12,7 +12,7 @@ import numpy as np
 from . import cpu, cuda, tpu
 from .formats import FORMATS, check_storage, one_of
 from .operation import Operation, one_after_another
-from .parameters import PREFERENCES, Parameters, Problem, problem_of
+from .parameters import PREFERENCES, Parameters, Problem, as_operands, problem_of
 from .partition_rules import split_lookup
 from .reference import decode
 from .select import Candidate, anything
@@ -42,8 +42,7 @@ def qgather(
     """
     one_of("fmt", fmt, FORMATS)
     one_of("preference", preference, PREFERENCES)
-    codes, indices = jnp.asarray(codes), jnp.asarray(indices)
-    scale = None if scale is None else jnp.asarray(scale)
+    codes, indices, scale = as_operands(codes, indices, scale)
     block = check_storage(fmt, codes, scale, cols, block)
     if codes.ndim != FORMATS[fmt].core_ndim:
         raise ValueError(f"qgather takes one matrix, got codes of shape {list(codes.shape)}; use vmap for batch axes.")

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,17 @@ from jax import lax
 from . import cpu, cuda, reference, tpu, xla
 from .formats import with_batch_of
 from .operation import Axes, Operation, one_after_another
-from .parameters import Options, Parameters, Problem, as_operands, check_x, out_shape, parameters_of, problem_of
+from .parameters import (
+    Options,
+    Parameters,
+    Problem,
+    as_operands,
+    check_x,
+    out_shape,
+    parameters_of,
+    problem_of,
+    result_dtype,
+)
 from .partition_rules import split_product
 from .select import Candidate, Choice, anything
 
@@ -36,8 +46,12 @@ def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **optio
     Array([-9.5, 21.5], dtype=float32)
     """
     x, codes, scale = as_operands(x, codes, scale)
-    parameters = parameters_of(x, codes, scale, **options)
-    check_x(parameters, x, codes)
+    if options.get("out_dtype") is None:
+        options["out_dtype"] = result_dtype(x)  # depends on settings of JAX, so it is part of what is remembered
+    if isinstance(precision := options.get("precision"), list):
+        options["precision"] = tuple(precision)
+    types = Type.of(x), Type.of(codes), None if scale is None else Type.of(scale)
+    parameters = _checked(*types, tuple(options.items()))
     scale = with_batch_of(codes, scale, parameters.fmt)
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
@@ -49,14 +63,37 @@ def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **optio
     return on_floats(parameters, x, product)
 
 
+class Type(NamedTuple):
+    """What of an operand is checked."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Type:
+        return cls(array.shape, array.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked(x: Type, codes: Type, scale: Type | None, options: tuple[tuple[str, Any], ...]) -> Parameters:
+    """The parameters of a product whose operands fit: found once, then remembered."""
+    parameters = parameters_of(x, codes, scale, **dict(options))
+    check_x(parameters, x, codes)
+    return parameters
+
+
 def on_floats(parameters: Parameters, x: jax.Array, product: Callable[[Parameters, jax.Array], jax.Array]) -> jax.Array:
     """A product of floating x, for any x: integers are converted; a complex x is two products, since D is real."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return product(parameters, x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         real = dataclasses.replace(parameters, out_dtype=jnp.finfo(parameters.out_dtype).dtype)
         return lax.complex(product(real, x.real), product(real, x.imag))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(jnp.result_type(x.dtype, jnp.float32))
-    return product(parameters, x)
+    return product(parameters, x.astype(jnp.result_type(x.dtype, jnp.float32)))
 
 
 def explain(problem: Problem) -> Choice:

@@ -24,6 +24,7 @@ from . import explicit_sharding, switch
 from .parameters import Parameters, Problem
 from .select import Candidate, Choice, choose, default_platform
 
+_config: Any = jax.config
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 NO_GRADIENT = """\
@@ -73,9 +74,11 @@ class Operation:
 
     def bind(self, parameters: Parameters, *operands: Any, out: Any = None, announced: bool = False) -> Any:
         """Apply the primitive; `explain` hears of it unless what is being transformed has told it."""
-        operands = tuple(operand for operand in operands if operand is not None)
+        operands = operands[:-1] if operands[-1] is None else operands
         if not announced and recording():
             self.announce(self.problem(parameters, default_platform(), *operands))
+        if out is None and not _jax.typed_by_a_mesh(*operands):
+            return self.primitive.bind(*operands, parameters=parameters)
         out = explicit_sharding.of_result(self.sharded_like(parameters, *operands)) if out is None else out
         apply = functools.partial(self.primitive.bind, parameters=parameters)
         agreeing = _jax.agree(*operands)
@@ -123,8 +126,11 @@ class Operation:
     # -- evaluation and lowering ---------------------------------------------------------------------------------------
 
     def _evaluate(self, *operands: Any, parameters: Parameters) -> Any:
-        with jax.disable_jit(False):  # where it is on, the jitted function would ask for its own evaluation
-            return self._jitted(switch.state(), parameters)(*operands)
+        jitted = self._jitted(switch.state(), parameters)
+        if not _config.jax_disable_jit:
+            return jitted(*operands)
+        with jax.disable_jit(False):  # or the jitted function would ask for its own evaluation
+            return jitted(*operands)
 
     # Native kernels may be turned off between two programs, so the state of the switches is part of what is remembered.
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - operations live as long as the library

@@ -124,8 +124,9 @@ def problem_of(parameters: Parameters, platform: str, x: Any, codes: Any, scale:
     )
 
 
-def as_operands(x: Any, codes: Any, scale: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    return jnp.asarray(x), jnp.asarray(codes), None if scale is None else jnp.asarray(scale)
+def as_operands(*operands: Any) -> list[Any]:
+    """Arrays; None stays None."""
+    return [o if o is None or isinstance(o, jax.Array) else jnp.asarray(o) for o in operands]
 
 
 def parameters_of(
@@ -146,10 +147,14 @@ def parameters_of(
     one_of("form", form, FORMS)
     one_of("preference", preference, PREFERENCES)
     block = check_storage(fmt, codes, scale, cols, block)
-    if out_dtype is None:
-        out_dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
+    out_dtype = result_dtype(x) if out_dtype is None else out_dtype
     precision = tuple(precision) if isinstance(precision, list) else precision
     return Parameters(fmt, form, cols, block, np.dtype(out_dtype), precision, preference)
+
+
+def result_dtype(x: Any) -> Any:
+    """Of a product where nothing else is asked for."""
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
 
 
 def product_problem(x: Any, codes: Any, scale: Any, platform: str, **options: Any) -> Problem:
