@@ -7,36 +7,64 @@ PIP_INSTALL := -m pip install -qq --disable-pip-version-check
 BUILD_FILES := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 # Where there is a compiler the native kernels must have been built, and their tests must run.
 export EFORMER_TEST_NATIVE := $(shell command -v $${CXX:-c++} >/dev/null 2>&1 && echo 1 || echo 0)
-# Where there is a CUDA compiler the GPU kernels are compiled, and the tests look at what came out; no GPU is needed.
 CUDA_LIBRARY := build/cuda/csrc/cuda/libeformer_cuda.so
-export EFORMER_TEST_CUDA_LIBRARY := $(if $(shell command -v nvcc 2>/dev/null),$(CURDIR)/$(CUDA_LIBRARY))
+# Modules are compiled when they are first imported, which is most of what an installation would do.
+export PIP_COMPILE := 0
 
 # The real path of python3.12: on PATH, or kept by pyenv without being activated. Empty when there is none.
 NEWEST_PYTHON = $(shell for v in "$$PYENV_VERSION" $$(pyenv versions --bare 2>/dev/null | grep '^3\.12'); do \
 	PYENV_VERSION=$$v python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 
-.PHONY: test test-default test-newest lint types format demo bench docs clean
+.PHONY: test test-all test-rest test-default test-newest checks lint types format demo bench docs clean
 
-# The checks that use one core, and the second environment, are done side by side.
-test: $(VENV)/dev.stamp
-	@$(MAKE) --no-print-directory -j $(WORKERS) compile-cuda lint types docs prepare-newest
-	@$(MAKE) --no-print-directory test-default
+# The whole suite on the JAX that $(PYTHON) gets (on Python 3.11 the oldest supported one, 0.10.2), and on the newest
+# what depends on JAX. The environments are made side by side; the checks, which use one core, run beside the tests.
+test:
+	@$(MAKE) --no-print-directory -j 2 $(VENV)/dev.stamp prepare-newest
+	@$(MAKE) --no-print-directory -j 2 test-default checks
 	@$(MAKE) --no-print-directory test-newest
+
+checks: lint types docs
+
+# `make test`, then what is too long for it: the rest of the suite on the newest JAX, the tests marked thorough on both,
+# the CUDA kernels for all architectures and the CPU kernels under sanitizers.
+test-all:
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-rest
+
+test-rest: export EFORMER_TEST_THOROUGH := 1
+test-rest: $(VENV)/dev.stamp
+	@$(MAKE) --no-print-directory rest-default
+	@$(MAKE) --no-print-directory rest-newest
+	@$(MAKE) --no-print-directory compile-cuda
+	@$(MAKE) --no-print-directory sanitize
 
 # Unit tests, doctests, the README's blocks and the scripts of docs/ and examples/ are all pytest items.
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/oracle
-test-default: $(VENV)/dev.stamp
-	$(VENV)/bin/python $(PYTEST)
+# What a new JAX release can break.
+JAX_TESTS := tests/core tests/integrations tests/test_front_door.py \
+	tests/formats/test_contract_dot.py tests/formats/test_contract_transforms.py tests/formats/test_sharding.py \
+	tests/kernels/test_transforms.py tests/kernels/test_sharding.py tests/kernels/cpu/test_transforms.py
 
-.PHONY: prepare-newest run-newest
+test-default: $(VENV)/dev.stamp
+	$(VENV)/bin/python $(PYTEST) -m "not thorough"
+
+.PHONY: rest-default rest-newest prepare-newest run-newest run-rest-newest
+rest-default: $(VENV)/dev.stamp
+	$(VENV)/bin/python $(PYTEST) -m thorough
+
 prepare-newest: $(if $(NEWEST_PYTHON),$(NEWEST_VENV)/test.stamp)
 
-test-newest:
-	@if [ -n "$(NEWEST_PYTHON)" ]; then $(MAKE) --no-print-directory run-newest; \
-	else echo "test-newest: SKIPPED, no python3.12 on PATH or in pyenv"; fi
+test-newest rest-newest:
+	@if [ -n "$(NEWEST_PYTHON)" ]; then $(MAKE) --no-print-directory run-$(@:test-newest=newest); \
+	else echo "$@: SKIPPED, no python3.12 on PATH or in pyenv"; fi
 
 run-newest: $(NEWEST_VENV)/test.stamp
-	$(NEWEST_VENV)/bin/python $(PYTEST)
+	$(NEWEST_VENV)/bin/python $(PYTEST) -m "not thorough" $(JAX_TESTS)
+
+run-rest-newest: $(NEWEST_VENV)/test.stamp
+	$(NEWEST_VENV)/bin/python $(PYTEST) -m thorough $(JAX_TESTS)
+	$(NEWEST_VENV)/bin/python $(PYTEST) $(JAX_TESTS:%=--ignore=%)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
@@ -58,8 +86,8 @@ demo: $(VENV)/run.stamp
 oracle: $(VENV)/oracle.stamp
 	$(VENV)/bin/python -m pytest tests/oracle
 
-# The native kernels with address and undefined-behaviour sanitizers, over the tests that call them directly. Not part of
-# `make test`: compiling them this way takes minutes (3.5 of processor time here). With -s the report is seen, which pytest would swallow.
+# The native kernels with address and undefined-behaviour sanitizers, over the tests that call them directly. Compiling
+# them this way takes minutes (3.5 of processor time). With -s the report is seen, which pytest would swallow.
 SANITIZED := build/sanitize
 .PHONY: sanitize
 sanitize: $(VENV)/dev.stamp
@@ -99,9 +127,10 @@ $(VENV)/oracle.stamp: $(VENV)/dev.stamp
 	$(VENV)/bin/python $(PIP_INSTALL) -e '.[oracle]'
 	@touch $@
 
+# A build folder of its own: the two environments are made at the same time.
 $(NEWEST_VENV)/test.stamp: $(BUILD_FILES)
 	$(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python $(PIP_INSTALL) --upgrade -e '.[test]' jax
+	$(NEWEST_VENV)/bin/python $(PIP_INSTALL) --upgrade -C build-dir=build/newest -e '.[test]' jax
 	@touch $@
 
 # The CUDA kernels for all architectures, without a GPU; copied next to their Python side, where they are found.
@@ -115,5 +144,11 @@ $(CUDA_LIBRARY): $(BUILD_FILES) | $(VENV)/run.stamp # whose jaxlib has the heade
 	cmake --build build/cuda --target eformer_cuda --parallel $(WORKERS)
 	@touch $@
 
-compile-cuda: $(if $(EFORMER_TEST_CUDA_LIBRARY),$(CUDA_LIBRARY))
-	@if [ -z "$(EFORMER_TEST_CUDA_LIBRARY)" ]; then echo "compile-cuda: SKIPPED, no nvcc on PATH"; fi
+# Looks at the library as well: it must load, and have what the Python side calls. No GPU is needed.
+compile-cuda: $(VENV)/dev.stamp
+	@if command -v nvcc >/dev/null 2>&1; then $(MAKE) --no-print-directory check-cuda; \
+	else echo "compile-cuda: SKIPPED, no nvcc on PATH"; fi
+
+.PHONY: check-cuda
+check-cuda: $(CUDA_LIBRARY)
+	EFORMER_TEST_CUDA_LIBRARY=$(CURDIR)/$(CUDA_LIBRARY) $(VENV)/bin/python -m pytest -n 0 tests/kernels/cuda/test_library.py

@@ -33,9 +33,10 @@ jax.config.update("jax_compilation_cache_dir", os.path.join(os.path.dirname(__fi
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=15, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# The same few examples in every run; `make test-all` sets the variable and tries more, other ones each time.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.load_profile("thorough" if os.environ.get("EFORMER_TEST_THOROUGH") else "quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -66,6 +66,14 @@ def test_what_asserts_is_recognized(source, found):
     assert toothless(source, asserting_helpers(helpers)) == found
 
 
+def test_what_runs_on_the_newest_jax_exists():
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text().replace("\\\n", " ")
+    (line,) = [line for line in makefile.splitlines() if line.startswith("JAX_TESTS := ")]
+    paths = line.removeprefix("JAX_TESTS := ").split()
+    assert len(paths) > 3
+    assert [path for path in paths if not (Path(__file__).parents[1] / path).exists()] == []
+
+
 def test_files_are_small_enough_to_read():
     long = [path.name for path in FILES if len(path.read_text().splitlines()) >= 400]
     assert not long, f"give their second subject a file: {long}"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
@@ -82,6 +83,9 @@ FORMATS = {
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # One of each layout that behaves differently under transformations.
 FEW = ("nf4", "nf4-double-last", "int8", "int8-matrix", "ternary", "binary-last-tensor", "codes")
+
+# Every format; the layouts that behave like one of FEW are left to `make test-all`.
+EVERY = [name if name in FEW else pytest.param(name, marks=pytest.mark.thorough) for name in FORMATS]
 
 
 def seeded(*key: Any) -> np.random.Generator:

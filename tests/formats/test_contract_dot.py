@@ -13,7 +13,7 @@ from jax import lax
 from eformer.jaximus import explain, implicit, materialization_policy
 from eformer.ops.quantization import Array8B, ArrayNF4, matmul_bf16_int8_weight_only
 
-from .contract import FAST, FEW, FORMATS, check, dense, make, normal, seeded
+from .contract import EVERY, FAST, FEW, FORMATS, check, dense, make, normal, seeded
 
 SIZES = (1, 3, 5, 10)
 
@@ -139,7 +139,7 @@ def test_convolution(name: str) -> None:
     check(implicit(f)(image, kernel), f(image, dense(kernel)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY)
 def test_products_dispatch(name: str) -> None:
     """Under the strictest policy a product on either side runs on the codes, and says with which kernel."""
     rng = seeded(name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
 
 from eformer.jaximus import implicit
 
-from .contract import FAST, FORMATS, K, N, check, dense, make, seeded
+from .contract import FAST, FEW, FORMATS, K, N, check, dense, make, seeded
 from .contract_programs import dense_program, operands, program, stack_operands
 
 # Left out: NF4 whose compressed absmax is expanded before it multiplies, and formats that have a scaled twin.
@@ -16,6 +18,10 @@ MULTIPLIED = [name for name in FORMATS if name not in ("nf4-double", "ternary-ba
 MOVED = ("nf4", "nf4-double-last", "int8", "int8-matrix", "ternary-last", "ternary", "binary-last-tensor")
 # What is dense after one step is dense for every format.
 ONE_OF_EACH = ("nf4", "int8", "ternary")
+
+
+def row(name: str, group: str) -> Any:
+    return pytest.param(name, group, marks=[] if name in FEW else pytest.mark.thorough)
 
 
 def inputs(name: str, group: str):
@@ -28,9 +34,9 @@ def inputs(name: str, group: str):
 @pytest.mark.parametrize(
     ("name", "group"),
     [
-        *((name, "products") for name in MULTIPLIED),
-        *((name, group) for name in MOVED for group in ("stacked", "shapes")),
-        *((name, "values") for name in ONE_OF_EACH),
+        *(row(name, "products") for name in MULTIPLIED),
+        *(row(name, group) for name in MOVED for group in ("stacked", "shapes")),
+        *(row(name, "values") for name in ONE_OF_EACH),
     ],
 )
 def test_compiled(name: str, group: str) -> None:
@@ -40,7 +46,14 @@ def test_compiled(name: str, group: str) -> None:
     check(compiled(q, a), dense_program(group)(dense(q), a))
 
 
-@pytest.mark.parametrize(("name", "group"), [("nf4", "shapes"), ("int8", "products"), ("ternary", "products")])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("int8", "products"),
+        pytest.param("ternary", "products", marks=pytest.mark.thorough),
+        pytest.param("nf4", "shapes", marks=pytest.mark.thorough),
+    ],
+)
 def test_eager(name: str, group: str) -> None:
     """implicit(f): every operation runs at once, on concrete arrays."""
     q, a = inputs(name, group)

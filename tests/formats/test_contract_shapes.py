@@ -16,7 +16,7 @@ from jax import lax
 from eformer.jaximus import MaterializationError, implicit, materialization_policy
 from eformer.ops.quantization import Array8B, ArrayNF4
 
-from .contract import FAST, FEW, FORMATS, check, dense, make, normal, seeded
+from .contract import EVERY, FAST, FEW, FORMATS, check, dense, make, normal, seeded
 
 I = jnp.asarray([3, 0, 1])  # noqa: E741
 # operation on a (128, 64) matrix: the axes it needs to be free of packing (it may use the others as it likes)
@@ -59,7 +59,7 @@ def keeps(name: str, free: tuple[int, ...]) -> bool:
     return 2 + packed not in free
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY)
 def test_exact_operations_keep_the_type(name: str) -> None:
     """Traced under the policy that refuses to decode; compared as one compiled program."""
     q = make(name, seeded(name), 128, 64)
@@ -139,7 +139,7 @@ def transpose(q, order):
     return implicit(lambda q: jnp.transpose(q, order))(q)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY)
 def test_all_permutations(name: str) -> None:
     q = make(name, seeded(name), 2, 3, 18, 5)
     d = np.asarray(dense(q))

@@ -12,7 +12,7 @@ from eformer._kernels.cuda import LIBRARY
 PATH = os.environ.get("EFORMER_TEST_CUDA_LIBRARY")
 
 
-@pytest.mark.skipif(not PATH, reason="needs a CUDA compiler: `make test` sets EFORMER_TEST_CUDA_LIBRARY")
+@pytest.mark.skipif(not PATH, reason="needs a CUDA compiler: `make compile-cuda` sets EFORMER_TEST_CUDA_LIBRARY")
 def test_it_loads_without_a_gpu() -> None:
     library = ctypes.CDLL(str(PATH))
     version = getattr(library, LIBRARY.abi_symbol)
