@@ -2,7 +2,7 @@
 
 >>> import jax.numpy as jnp
 >>> quantize(jnp.ones((64, 32)), QuantizationConfig("int8"))
-Array8B(float32[64,32], int8, 8.50 bits per weight)
+Array8B(float32[64,32], int8, 9.00 bits per weight)
 """
 
 from __future__ import annotations
