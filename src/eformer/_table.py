@@ -14,8 +14,19 @@ def lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     nf4    4.5
     int8     8
     """
-    turned = [_padded([column, *(row[i] for row in rows)]) for i, column in enumerate(columns)]
+    turned = [_padded([column, *(printable(row[i]) for row in rows)]) for i, column in enumerate(columns)]
     return ["  ".join(line).rstrip() for line in zip(*turned, strict=True)]
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: names in files may hold anything.
+
+    >>> print(printable("w\\x1b[2J\\udc80 × 2"))
+    w\\x1b[2J\\udc80 × 2
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def are_numbers(cells: Sequence[str]) -> bool:

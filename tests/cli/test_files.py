@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from serialization.gguf_files import gguf_bytes
 
 from eformer.cli import main
 from eformer.ops.quantization import ArrayNF4, quantize
@@ -103,6 +105,28 @@ def test_inspect(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Q8_0" in text
     assert "64 × 96" in text
     assert "general.architecture" in text
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_names_that_are_no_text_reach_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_rich: bool
+):
+    """GGUF allows any bytes: those that are no text, and those that a terminal would obey."""
+    name = b"w\xff\x1b[2J\nrow"
+    path, target = tmp_path / "hostile.gguf", tmp_path / "out.safetensors"
+    tensors: Any = {name: ("F32", (64, 64))}
+    path.write_bytes(gguf_bytes(tensors, {"general.name": "\x9b31m evil \x1b]0;title\x07"}))
+    if not has_rich:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    commands = (["inspect", path], ["quantize", path, target, "--dry-run"], ["quantize", path, target])
+    for argv in (*commands, ["report", target]):
+        text = main_text(capsys, *argv)
+        text.encode()  # raises where half a character is left
+        assert all(letter.isprintable() for letter in text.replace("\n", "")), argv
+        assert argv == commands[2] or r"w\udcff\x1b[2J\nrow" in text
+    assert r"\x9b31m evil \x1b]0;title\x07" in main_text(capsys, "inspect", path)
+    assert run(capsys, "inspect", path)["tensors"][0]["path"] == name.decode("utf-8", "surrogateescape")
+    assert "\x1b" not in str(inspect(path))
 
 
 def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eformer import serialization as files
 from eformer.cli import main
-from eformer.ops.quantization import QuantizationConfig, quantize_tree
+from eformer.ops.quantization import QuantizationConfig, dequantize_tree, quantize_tree, report
 
 # Name, shape, and what becomes of it by default: a format and an axis, or why it stays.
 LEAVES: list[tuple[str, tuple[int, ...], Any]] = [
@@ -106,3 +107,54 @@ def test_what_is_quantized_already_stays(tmp_path, capsys):
     reasons = {"a.kernel": "it is quantized already", "b.kernel": ""}
     assert {line["path"]: line["reason"] for line in lines} == reasons
     assert {leaf.name: leaf.reason for leaf in twice.leaves} == reasons
+
+
+# Shapes whose contracted axis is shorter than a block, or has one entry only.
+NARROW = {
+    "mixer.conv1d.weight": (4096, 1, 4),
+    "cls_token": (1, 1, 4096),
+    "q_proj.lora_B.weight": (4096, 16),
+    "depthwise.kernel": (3, 3, 1, 512),
+    "up.kernel": (2, 4096),
+    "stack.kernel": (64, 2, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])
+def test_quantizing_never_enlarges(fmt, dtype, tmp_path):
+    keys = jax.random.split(jax.random.key(1), len(NARROW))
+    dense = {n: jax.random.normal(k, shape).astype(dtype) for k, (n, shape) in zip(keys, NARROW.items(), strict=True)}
+    made = quantize_tree(nested(dense), fmt, donate=False)
+    for leaf in report(made).leaves:
+        assert leaf.nbytes < leaf.dense_nbytes, leaf
+    restored = flat(dequantize_tree(made))
+    for name, w in dense.items():
+        error = jnp.linalg.norm((restored[name] - w).astype("float32")) / jnp.linalg.norm(w.astype("float32"))
+        assert error < {"nf4": 0.1, "int8": 0.02, "ternary": 0.5, "binary": 0.65}[fmt], name
+    done = files.quantize_file(files.save(tmp_path / "in.safetensors", dense), tmp_path / "out.safetensors", fmt)
+    assert all(leaf.nbytes_out < leaf.nbytes_in for leaf in done.leaves)
+    assert all(leaf.format == fmt for leaf in done.leaves)
+
+
+def test_a_shorter_block_changes_no_value():
+    w = jax.random.normal(jax.random.key(2), (4096, 16)).astype(jnp.bfloat16)
+    made = quantize_tree({"lora_B": {"weight": w}}, donate=False)["lora_B"]["weight"]
+    assert (made.axis, made.block_size, made.bits_per_weight) == (-1, 16, 6.0)
+    same = quantize_tree({"lora_B": {"weight": w}}, {"*": {"dtype": "nf4", "simulate": True}})["lora_B"]["weight"]
+    np.testing.assert_array_equal(np.asarray(made.materialize(), np.float32), np.asarray(same, np.float32))
+
+
+def test_what_cannot_get_smaller_stays_and_says_so(tmp_path, capsys):
+    dense = {"conv1d.weight": jnp.ones((4096, 1, 4))}
+    source = files.save(tmp_path / "in.safetensors", dense)
+    rules = {"*": {"dtype": "nf4", "axis": 1}}  # an axis that is asked for is not replaced
+    done = files.quantize_file(source, tmp_path / "out.safetensors", rules)
+    wanted = "it would not get smaller: it has 65,536 bytes"
+    assert [(leaf.format, leaf.reason) for leaf in done.leaves] == [("dense", wanted)]
+    with pytest.warns(UserWarning, match=r"rule '\*' quantizes nothing: .* would not get smaller"):
+        kept = quantize_tree(nested(dense), rules, donate=False)
+    assert isinstance(kept["conv1d"]["weight"], jax.Array)
+    argv = ["quantize", str(source), str(tmp_path / "never"), "--dry-run", "--json", "--axis", "1"]
+    assert main(argv) == 0
+    assert [line["reason"] for line in json.loads(capsys.readouterr().out)["tensors"]] == [wanted]

@@ -197,6 +197,22 @@ def test_one_run_at_a_time(tmp_path):
     assert files.quantize_file(source, target, "nf4").resumed == 1
 
 
+@pytest.mark.parametrize("hidden", [".out.safetensors.journal", ".out.safetensors.part"])
+def test_links_at_the_names_of_hidden_files_are_not_followed(tmp_path, hidden):
+    source = files.save(tmp_path / "in.safetensors", {"w": jnp.ones((64, 64))})
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / hidden).symlink_to(precious)
+    if hidden.endswith("journal"):
+        with pytest.raises(files.CheckpointError, match=r"journal: is a symbolic link.*Remove it"):
+            files.quantize_file(source, tmp_path / "out.safetensors")
+        (tmp_path / hidden).unlink()
+    report = files.quantize_file(source, tmp_path / "out.safetensors")
+    assert isinstance(files.load(report.path)["w"], ArrayNF4)
+    assert not report.path.is_symlink()
+    assert precious.read_text() == "mine"
+
+
 KILLED = """
 import os, signal, sys
 from eformer import serialization as files

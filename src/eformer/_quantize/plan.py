@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from eformer._core import ImplicitArray
 from eformer._formats.checks import FLOATS
 from eformer.errors import UnusedRuleWarning
 
-from .config import Axis, QuantizationConfig
+from .config import Axis, QuantizationConfig, quantize_stack
 from .paths import Leaf
 from .roles import GROUPS, Role, roles_of
 from .rules import Choice, Rules, Unused, as_config
@@ -76,8 +79,10 @@ def plan(
     for leaf, role in zip(leaves, roles_of(leaves), strict=True):
         rule = ordered.first(leaf.path)
         wanted = fallback if rule is None else rule.config
-        why = "a rule keeps it" if wanted is None else _obstacle(leaf.value, role, min_size, kinds)
-        config = None if wanted is None or why else _with_axis(wanted, role, axis)
+        config, why = None, "a rule keeps it"
+        if wanted is not None:
+            why = _obstacle(leaf.value, role, min_size, kinds)
+            config, why = (None, why) if why else _smaller(wanted, leaf.value, role, axis)
         decisions.append(Decision(leaf, role, config, why, None if rule is None else rule.pattern))
     unused = ordered.unused(leaf.path for leaf in leaves)
     asking = [rule.pattern for rule in ordered if rule.config is not None]
@@ -113,10 +118,42 @@ def _obstacle(value: Any, role: Role, min_size: int, skip: frozenset[str]) -> st
     return f"it has {size} values, fewer than {min_size}" if size < min_size or not size else ""
 
 
-def _with_axis(wanted: QuantizationConfig, role: Role, axis: Axis) -> QuantizationConfig:
-    if wanted.axis is not None:
-        return wanted
-    return dataclasses.replace(wanted, axis=role.axis(wanted.format.scales_many_axes) if axis is None else axis)
+def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> tuple[QuantizationConfig | None, str]:
+    """The configuration with an axis along which the leaf gets smaller, or why there is none.
+
+    The contracted axis if that will do, cut into shorter blocks if it is shorter than one; else the longest that does.
+    An axis that was asked for is not replaced.
+    """
+    asked = axis if wanted.axis is None else wanted.axis
+    axes = [role.axis(wanted.format.scales_many_axes) if asked is None else asked]
+    if asked is None:
+        axes += sorted(range(-len(value.shape), 0), key=lambda i: -value.shape[i])
+    dense = math.prod(value.shape) * value.dtype.itemsize
+    for config in (dataclasses.replace(wanted, axis=a) for a in axes):
+        for candidate in (config, _in_one_block(config, value.shape)):
+            nbytes = None if wanted.simulate else _stored_nbytes(candidate, role.batch, value.shape, value.dtype.name)
+            if nbytes is None or nbytes < dense:
+                return candidate, ""
+    return None, f"it would not get smaller: it has {dense:,} bytes"
+
+
+def _in_one_block(config: QuantizationConfig, shape: Sequence[int]) -> QuantizationConfig:
+    """The same values in less storage, where the axis is shorter than a block."""
+    axis, ndim = config.axis, len(shape)
+    if "block_size" not in config.format.options or not isinstance(axis, int) or not -ndim <= axis < ndim:
+        return config
+    return dataclasses.replace(config, block_size=min(config.block_size, shape[axis] + shape[axis] % 2))
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_nbytes(config: QuantizationConfig, batch: int, shape: tuple[int, ...], dtype: str) -> int | None:
+    """Bytes of an array once it is quantized; None if the format refuses it, which it will say itself."""
+    value = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+    try:
+        made = jax.eval_shape(lambda w: quantize_stack(w, config, batch), value)
+    except (TypeError, ValueError):
+        return None
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(made))
 
 
 def _without_effect(pattern: str, decisions: Sequence[Decision]) -> str:

@@ -8,6 +8,8 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 
+from eformer._table import printable
+
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
@@ -51,8 +53,8 @@ def _bar(title: str) -> Iterator[Reporter]:
         bars.BarColumn(),
         bars.DownloadColumn(),
         bars.TimeRemainingColumn(),
-        bars.TextColumn("{task.fields[leaf]}"),
+        bars.TextColumn("{task.fields[leaf]}", markup=False),
     )
     with bars.Progress(*columns, console=rich.console.Console(stderr=True), transient=True) as shown:
         task = shown.add_task(title, total=None, leaf="")
-        yield lambda step: shown.update(task, completed=step.done, total=step.total, leaf=step.name)
+        yield lambda step: shown.update(task, completed=step.done, total=step.total, leaf=printable(step.name))

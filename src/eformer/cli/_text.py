@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eformer._table import are_numbers, lines
+from eformer._table import are_numbers, lines, printable
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def teller(quiet: bool = False) -> Callable[[str], None]:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A titled table; columns of numbers are aligned to the right."""
     if importlib.util.find_spec("rich") is None:
-        print("\n  ".join([title, *lines(columns, rows)]))
+        print("\n  ".join([printable(title), *lines(columns, rows)]))
     else:
         _rich_table(title, columns, rows)
 
@@ -46,9 +46,10 @@ def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         justify = "right" if are_numbers([row[i] for row in rows]) else "left"
         table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     # A file or a pipe has no width.
     wide = None if sys.stdout.isatty() else 160
     console = Console(markup=False, highlight=False, width=wide)
-    console.print(title, soft_wrap=True)  # above the table: rich would wrap a title to the width of the table
+    # Above the table: rich would wrap a title to the width of the table.
+    console.print(printable(title), soft_wrap=True)
     console.print(table)

@@ -53,6 +53,19 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def open_own(path: Path, flags: int) -> int:
+    """The descriptor of a hidden file of this library, created if need be. Links are not followed.
+
+    Its name is known beforehand, so that somebody may have put a link to another file there.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as err:
+        if not path.is_symlink():
+            raise
+        raise CheckpointError("is a symbolic link, and would be written to.", file=path, fix="Remove it.") from err
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder outlive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

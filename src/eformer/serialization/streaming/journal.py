@@ -13,6 +13,8 @@ from typing import Any
 
 from eformer.errors import CheckpointError
 
+from ..safetensors.writing import open_own
+
 
 class Journal:
     """The journal of one output; `done` is how many leaves an earlier run of the same kind finished."""
@@ -39,7 +41,7 @@ class Journal:
 
     def _locked(self, target: Path) -> int:
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_own(self.path, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as err:
@@ -51,7 +53,7 @@ class Journal:
 
     def _is_current(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
+            return os.path.samestat(os.lstat(self.path), os.fstat(descriptor))
         except FileNotFoundError:
             return False
 

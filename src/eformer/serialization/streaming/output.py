@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.index import FilePlan, commit, plan_files, shard_pattern
-from ..safetensors.writing import arrange, build_header, raw_bytes, sync_folder
+from ..safetensors.writing import arrange, build_header, open_own, raw_bytes, sync_folder
 from ..tree.described import Contents, Leaf
 from .journal import Journal
 
@@ -111,14 +111,14 @@ class _Part:
     @property
     def is_begun(self) -> bool:
         """Is there a file of an earlier run to continue?"""
-        return self._hidden.is_file() and self._hidden.stat().st_size == self._size
+        is_ours = self._hidden.is_file() and not self._hidden.is_symlink()
+        return is_ours and self._hidden.stat().st_size == self._size
 
     def open(self, *, fresh: bool) -> None:
         """Begin the file, or continue it; it has its full size from the start."""
         if self._descriptor is not None:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if fresh else 0)
-        self._descriptor = os.open(self._hidden, flags, 0o666)
+        self._descriptor = open_own(self._hidden, os.O_WRONLY | (os.O_TRUNC if fresh else 0))
         if fresh:
             _write_at(self._descriptor, memoryview(self._header), 0)
             os.ftruncate(self._descriptor, self._size)
