@@ -195,9 +195,10 @@ def materialize(x: Any) -> Any:
     return x
 
 
-def decode(part: Any, of: Any) -> Any:
-    """The dense array of `part`, which a lookup took out of `of`."""
-    notice_lookup(of, part.shape)
+def decode(part: Any, of: Any = None) -> Any:
+    """The dense array of a part: what a lookup took out of `of`, or a panel of a product. No policy is about these."""
+    if of is not None:
+        notice_lookup(of, part.shape)
     before, handled.materializing = handled.materializing, part
     try:
         return part.materialize()

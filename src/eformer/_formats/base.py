@@ -37,24 +37,32 @@ class Part:
 class QuantizedArray(ImplicitArray, frozen=True):
     """Base of the quantized arrays: storage in parts, a logical dtype that is lazy, and a sharding to keep.
 
-    Subclasses are dataclasses with the auxiliary fields `pad` (values of the blocked axis that exist in storage only),
-    `sharding` and `use_kernel`, and answer `blocked`, `parts` (the codes first) and `materialize`.
+    A format is a dataclass derived from this. It gives `format`, its name, `parts`, the codes first, and `materialize`,
+    which decodes with `frozen_scale()` and returns the values in the dtype `self.dtype`. It has these static fields
+    (`aux_field`): `axis`, the axis along which values are packed, counted from the end; `pad`, how many values at the
+    end of it exist in storage only; and `sharding`. A format that packs nothing has `blocked: ClassVar[None] = None`
+    instead of the first two.
+
+    In return it gets shape operations, slices, factors, lookups and products that leave the codes as they are,
+    gradients with respect to the other operand, sharding, files (`serialization.register_type`) and reports.
     """
 
     # The class has no fields of its own: dataclass fields of a base would come before the documented ones.
     format: ClassVar[str]
     parts: ClassVar[tuple[Part, ...]]
-    pad: int
-    sharding: Any
-    use_kernel: bool
+    pad: int = 0
+    sharding: Any = None
+    use_kernel: bool = True
     _remembers: ClassVar[Any] = (False, True)
 
     @property
     def blocked(self) -> Any:
         """The logical axis, counted from the end, along which values are packed; None if the format packs none."""
+        if hasattr(self, "axis"):
+            return self.axis  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(
-            f"{type(self).__name__} does not say along which axis it packs values. Give it `blocked`: a property that "
-            "returns an axis counted from the end, or `blocked: ClassVar[None] = None` if it packs none."
+            f"{type(self).__name__} does not say along which axis it packs values. Give it a field `axis`, counted "
+            "from the end, or `blocked: ClassVar[None] = None` if it packs none."
         )
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -125,7 +133,11 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
     def moved(self: Q, parts: dict[str, Any], blocked: int | None, **more: Any) -> Q:
         """A copy with moved storage whose blocked axis is now `blocked`."""
-        return self.replaced(**parts, axis=blocked, **more)
+        if blocked is None:
+            more.pop("pad", None)
+        else:
+            more["axis"] = blocked
+        return self.replaced(**parts, **more)
 
     def static_layout(self) -> tuple[Any, ...]:
         """What two arrays must agree on to be joined part by part."""
@@ -195,6 +207,6 @@ class QuantizedArray(ImplicitArray, frozen=True):
         """`with_sharding` from a mesh and an axis specification: None, a PartitionSpec, a tuple or list, or a name."""
         return self.with_sharding(_sharding.from_mesh_and_axis(mesh_and_axis))
 
-    def _constrained(self, dense: jax.Array) -> jax.Array:
+    def constrained(self, dense: jax.Array) -> jax.Array:
         """The dense array with the sharding this one carries."""
         return _sharding.constrain(dense, self.sharding)

@@ -19,6 +19,7 @@ from eformer import _jax as compat
 from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.formats import FORMATS
 
+from . import panels as _panels
 from . import shapes as _shapes
 
 
@@ -41,16 +42,18 @@ class Plan:
 
 def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[str, Any]) -> Any:
     """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do."""
-    lhs, rhs = (q, x) if q_first else (x, q)
-    (out,) = compat.result_avals(primitive, [lhs, rhs], params) or [None]
-    if out is None or not jnp.issubdtype(out.dtype, jnp.inexact):
+    out = params.get("preferred_element_type")
+    if out is None:
+        (aval,) = compat.result_avals(primitive, [q, x] if q_first else [x, q], params) or [None]
+        out = None if aval is None else aval.dtype
+    if out is None or not jnp.issubdtype(out, jnp.inexact):
         return NotImplemented
-    if q.format not in FORMATS:  # somebody's own format, which the kernels cannot read
+    if q.format not in FORMATS and (q.is_sharded or 0 in q.shape):  # panels would be taken from all devices
         return NotImplemented
     plan = Plan(x, q, params["dimension_numbers"], q_first)
     if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
         return NotImplemented  # every matrix of the batch would hold one value of a block
-    options = {"out_dtype": out.dtype, "precision": params.get("precision")}
+    options = {"out_dtype": jnp.dtype(out), "precision": params.get("precision")}
     wanted = params.get("out_sharding")
     if wanted is not None and (q.ndim, len(plan.q_kept), q_first) == (2, 1, False) and x.ndim > 1:
         options["out_sharding"] = wanted
@@ -80,7 +83,7 @@ def _blocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     if matrix is NotImplemented:
         return NotImplemented
     y = _product(matrix, _as_rows(x, plan, q, extra, rows, form), form, options)
-    return _arrange(y, plan, x, q, extra, form)
+    return y if y is NotImplemented else _arrange(y, plan, x, q, extra, form)
 
 
 def _as_matrices(q: Any, batch: list[int], extra: list[int], rows: list[int]) -> Any:
@@ -128,20 +131,14 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
 
 
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
+    if matrix.format not in FORMATS:  # somebody's own, which the kernels cannot read
+        options.pop("out_sharding", None)
+        return _panels.product(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()
-    preference = "auto" if matrix.use_kernel else "xla"
-    cols = matrix.shape[-1]
     return qmatmul(
-        x,
-        codes,
-        scale,
-        fmt=matrix.format,
-        form=form,
-        cols=cols,
-        block=matrix.kernel_block,
-        preference=preference,
-        **options,
-    )
+        x, codes, scale, fmt=matrix.format, form=form, cols=matrix.shape[-1], block=matrix.kernel_block,
+        preference="auto" if matrix.use_kernel else "xla", **options,
+    )  # fmt: skip
 
 
 def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
@@ -175,29 +172,30 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     if 0 in q.shape or 0 in x.shape:
         return NotImplemented
     lead = [q.shape[a] for a in batch]
-    weight = moved.weight.reshape(*lead, *sizes)
-    scale = _flat_scale(moved, len(batch), len(first), sizes)
-    matrix = moved.replaced(weight=weight, scale=scale, axis=None, sharding=None)
+    parts = {
+        p.field: None if (array := moved.part(p)) is None else _flat(moved, array, len(batch), len(first), sizes)
+        for p in q.parts
+    }
+    matrix = moved.moved(parts, None, sharding=None)
     x_order = [b for _, b in plan.batch] + plan.x_kept + [b for _, b in plan.contracted]
     rows = lax.transpose(x, x_order)
     kept = [x.shape[a] for a in plan.x_kept]
     m = [math.prod(kept)] if lead or not kept else kept
     y = _product(matrix, rows.reshape(*lead, *m, -1), form, options)
-    return y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
+    return y if y is NotImplemented else y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
 
 
-def _flat_scale(q: Any, n_batch: int, n_first: int, sizes: Sequence[int]) -> Any:
-    """The scale with both groups of axes flattened; one that varies along part of a group is spread over all of it."""
-    scale = q.scale
+def _flat(q: Any, array: Any, n_batch: int, n_first: int, sizes: Sequence[int]) -> Any:
+    """A part with both groups of axes flattened; a scale that varies along part of a group is spread over all of it."""
     bounds = [(n_batch, n_batch + n_first), (n_batch + n_first, q.ndim)]
-    shape, flat = list(scale.shape), list(scale.shape[:n_batch])
+    shape, flat = list(array.shape), list(array.shape[:n_batch])
     for (low, high), size in zip(bounds, sizes, strict=True):
-        if math.prod(scale.shape[low:high]) == 1:
+        if math.prod(array.shape[low:high]) == 1:
             flat.append(1)
         else:
             shape[low:high] = q.shape[low:high]
             flat.append(size)
-    return jnp.broadcast_to(scale, shape).reshape(flat)
+    return jnp.broadcast_to(array, shape).reshape(flat)
 
 
 # -- ragged_dot --------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def div(q: QuantizedArray, divisor: jax.Array, **params: Any) -> Any:
 def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
     """`q * factor` (or `/`) as a change of the scale, where the factor is constant along what one scale serves."""
     dtype = jnp.promote_types(q.dtype, factor.dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or factor.ndim > q.ndim:
+    if not jnp.issubdtype(dtype, jnp.floating) or factor.ndim > q.ndim or not any(p.is_scale for p in q.parts):
         return NotImplemented
     traced = isinstance(factor, compat.Tracer)
     factor = factor.reshape((1,) * (q.ndim - factor.ndim) + factor.shape)

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from eformer._core import aux_field, register
+from eformer._core import aux_field
 
 from ..base import Part, QuantizedArray
 
 GROUP = 32
-_PANEL = 256  # rows decoded at a time in a product
 
 
 @dataclasses.dataclass
@@ -57,26 +56,17 @@ class GroupedArray(QuantizedArray):
         return 8 if self.codes.dtype == jnp.int8 else 4
 
     @property
-    def blocked(self) -> int:
-        return self.axis
-
-    @property
     def blocks_carry_scales(self) -> bool:
         return True
 
     def static_layout(self) -> tuple[Any, ...]:
         return (self.blocked, self.zero)
 
-    def compute_shape(self) -> tuple[int, ...]:
-        free = list(self.codes.shape[:-2])
-        free.insert(len(free) + 1 + self.axis, self.codes.shape[-2] * GROUP)
-        return tuple(free)
-
     def materialize(self) -> jax.Array:
         """The dense array, decoded in f32 and rounded once to the logical dtype."""
-        values = _decoded(self.codes, self.scale, self.offset, self.zero)
+        values = _decoded(self.codes, self.frozen_scale(), self.offset, self.zero)
         dense = values.reshape(*self.codes.shape[:-2], self.codes.shape[-2] * GROUP)
-        return self._constrained(jnp.moveaxis(dense, -1, self.axis).astype(self.dtype))
+        return self.constrained(jnp.moveaxis(dense, -1, self.axis).astype(self.dtype))
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the grouped axis, (free axes..., index axes...)."""
@@ -87,15 +77,16 @@ class GroupedArray(QuantizedArray):
         else:
             byte = jnp.take(flat, group * 16 + place % 16, axis=-1)
             codes = byte >> (4 * (place // 16)).astype(jnp.uint8) & 15
-        values = (codes.astype(jnp.float32) - self.zero) * jnp.take(self.scale, group, axis=-1).astype(jnp.float32)
+        scale = jnp.take(self.frozen_scale(), group, axis=-1)
+        values = (codes.astype(jnp.float32) - self.zero) * scale.astype(jnp.float32)
         return values if self.offset is None else values + jnp.take(self.offset, group, axis=-1).astype(jnp.float32)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> GroupedArray:
         """In f32, since the product of two f16 numbers is none."""
-        del traced  # nothing here refuses to be differentiated
         wide = factor.astype(jnp.float32)
         offset = None if self.offset is None else self.offset.astype(jnp.float32) * wide
-        return self.replaced(scale=self.scale.astype(jnp.float32) * wide, offset=offset, dtype=dtype)
+        made = self.replaced(scale=self.part(self.scale_part).astype(jnp.float32), offset=offset)
+        return super(GroupedArray, made).scaled(wide, dtype, traced=traced)
 
 
 def _check(q: GroupedArray) -> None:
@@ -122,35 +113,3 @@ def _decoded(codes: jax.Array, scale: jax.Array, offset: Any, zero: int) -> jax.
     # The maximum changes nothing but keeps compilers from contracting to a fused multiply-add.
     values = jnp.maximum(values, jnp.finfo(jnp.float32).min)
     return values + offset[..., None].astype(jnp.float32)
-
-
-@register("dot_general")
-def dot_general_right(x: jax.Array, q: GroupedArray, **params: Any) -> Any:
-    return _product(x, q, params["dimension_numbers"], params)
-
-
-@register("dot_general")
-def dot_general_left(q: GroupedArray, x: jax.Array, **params: Any) -> Any:
-    contracting, batch = params["dimension_numbers"]
-    y = _product(x, q, (contracting[::-1], batch[::-1]), params)
-    return y if y is NotImplemented else jnp.moveaxis(y, -1, 0)
-
-
-def _product(x: jax.Array, q: GroupedArray, numbers: Any, params: dict[str, Any]) -> Any:
-    """`x · q` for a matrix contracted along its groups, a panel of rows at a time; nothing for other products."""
-    ((x_axes, q_axes), batch) = numbers
-    if q.ndim != 2 or tuple(q_axes) != (q.ndim + q.axis,) or any(map(len, batch)) or params.get("out_sharding"):
-        return NotImplemented
-    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
-    if not jnp.issubdtype(out, jnp.floating) or not jnp.issubdtype(x.dtype, jnp.floating):
-        return NotImplemented
-    rows = jnp.moveaxis(x, x_axes[0], -1)
-
-    @jax.checkpoint  # the backward pass decodes again instead of keeping the dense weight
-    def row(stored: Any) -> jax.Array:
-        codes, scale, offset = stored
-        w = _decoded(codes, scale, offset, q.zero).reshape(-1).astype(q.dtype)
-        return jnp.dot(rows, w, precision=params.get("precision"), preferred_element_type=out)
-
-    stacked = jax.lax.map(row, (q.codes, q.scale, q.offset), batch_size=_PANEL)
-    return jnp.moveaxis(stacked, 0, -1)

@@ -60,9 +60,7 @@ class Array8B(QuantizedArray):
         return ()
 
     def moved(self, parts: dict[str, Any], blocked: int | None, **more: Any) -> Array8B:
-        del blocked
-        more.pop("pad", None)
-        return self.replaced(**parts, axis=_reduced_axes(parts["scale"], parts["weight"]), **more)
+        return super().moved(parts, blocked, axis=_reduced_axes(parts["scale"], parts["weight"]), **more)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Array8B:
         made = super().scaled(factor, dtype, traced=traced)
@@ -70,7 +68,7 @@ class Array8B(QuantizedArray):
 
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
-        return self._constrained(codec.decode(self.weight, self.frozen_scale(), dtype=self.dtype))
+        return self.constrained(codec.decode(self.weight, self.frozen_scale(), dtype=self.dtype))
 
     def kernel_operands(self) -> tuple[jax.Array, jax.Array]:
         return self.weight, self.scale

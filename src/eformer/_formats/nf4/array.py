@@ -116,7 +116,7 @@ class ArrayNF4(QuantizedArray):
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
         dense = codec.decode(self.packed, self.frozen_scale(), axis=self.blocked, size=size, dtype=self.dtype)
-        return self._constrained(dense)
+        return self.constrained(dense)
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""

@@ -111,7 +111,7 @@ class Array1B(QuantizedArray):
         dense = codec.decode(
             self.weight, self.frozen_scale(), axis=self.blocked, bits=self.bits, size=size, dtype=self.dtype
         )
-        return self._constrained(dense)
+        return self.constrained(dense)
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
