@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -384,3 +386,12 @@ def test_x64_in_a_fresh_process():
     """
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
+
+
+def test_treedefs_can_be_stored_and_copied(q):
+    """What is built from static data that went through a file is as good as any other."""
+    leaves, treedef = jax.tree.flatten(q)
+    for again in (pickle.loads(pickle.dumps(treedef)), copy.deepcopy(treedef)):
+        assert again == treedef
+        assert hash(again) == hash(treedef)
+        assert_same(jax.tree.unflatten(again, leaves) @ jnp.ones((6, 2)), q @ jnp.ones((6, 2)))

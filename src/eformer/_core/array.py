@@ -345,11 +345,10 @@ def _static_data(q: ImplicitArray) -> Any:
     if aux is None:
         data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks")))
         aux = state["_aux"] = _vmap_axes.static_data_of(q, data)
-    elif (source := aux.source()) is not q:
+    elif (source := _vmap_axes.source_of(aux)) is not q:
         state["_aux"] = _vmap_axes.static_data_of(q, aux)
         try:
-            if source is not None:
-                _vmap_axes.check(q, source)
+            _vmap_axes.check(q, source)
         except BaseException:
             state["_aux"] = aux  # so that the next use is refused, too
             raise

@@ -33,7 +33,7 @@ class _State(threading.local):
     notices: list[Any] | None = None  # where to keep what concerns whoever calls the code being traced
 
 
-handled = _State()
+state = _State()
 
 
 # -- policy ----------------------------------------------------------------------------------------------------------
@@ -68,16 +68,16 @@ class handling:
         self.primitive = primitive
 
     def __enter__(self) -> None:
-        self.before = handled.primitive, handled.requested
-        handled.primitive, handled.requested = self.primitive, False
+        self.before = state.primitive, state.requested
+        state.primitive, state.requested = self.primitive, False
 
     def __exit__(self, *exc: object) -> None:
-        handled.primitive, handled.requested = self.before
+        state.primitive, state.requested = self.before
 
 
 def _notice(q: Any) -> None:
     """Record that `q` is about to be materialized, and let the policy speak if nobody asked for it by name."""
-    primitive = None if handled.requested else handled.primitive
+    primitive = None if state.requested else state.primitive
     policy = "allow" if primitive is None else policy_in_force()
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
@@ -90,8 +90,8 @@ def _notice(q: Any) -> None:
         raise errors.MaterializationError(_messages.REFUSED.format(**facts))
     if warn:
         kind, primitive, message = type(q), facts["primitive"], _messages.WARNED.format(**facts)
-        if replayed is None and handled.notices is not None:
-            handled.notices.append((kind, primitive, message))
+        if replayed is None and state.notices is not None:
+            state.notices.append((kind, primitive, message))
         _warn_once(kind, primitive, message, where)
 
 
@@ -110,17 +110,17 @@ def notice_lookup(q: Any, shape: Sequence[int]) -> None:
     """Record that a lookup decodes values of this shape from `q`. They are activations: no policy refuses them."""
     if recording():
         where = _jax.replayed_location() or _jax.calling_location()
-        record("decode", dtype=q.dtype, **_facts(q, shape, handled.primitive, where))
+        record("decode", dtype=q.dtype, **_facts(q, shape, state.primitive, where))
 
 
 @contextlib.contextmanager
 def collecting_notices(notices: list[Any]) -> Iterator[None]:
     """A block whose code will be compiled and then called from other places, each of which is to be warned once."""
-    before, handled.notices = handled.notices, notices
+    before, state.notices = state.notices, notices
     try:
         yield
     finally:
-        handled.notices = before
+        state.notices = before
 
 
 def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
@@ -149,14 +149,14 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def materialize(self: Any) -> Any:
         if _shape_dtype.deriving():
             return _over_batch_axes(raw, self)
-        if handled.materializing is not None:  # a part of an array that is being materialized already, or super()
+        if state.materializing is not None:  # a part of an array that is being materialized already, or super()
             return _over_batch_axes(raw, self)
         _notice(self)
-        handled.materializing = self
+        state.materializing = self
         try:
             out = _over_batch_axes(raw, self)
         finally:
-            handled.materializing = None
+            state.materializing = None
         _check(self, out)
         return out
 
@@ -199,20 +199,20 @@ def decode(part: Any, of: Any = None) -> Any:
     """The dense array of a part: what a lookup took out of `of`, or a panel of a product. No policy is about these."""
     if of is not None:
         notice_lookup(of, part.shape)
-    before, handled.materializing = handled.materializing, part
+    before, state.materializing = state.materializing, part
     try:
         return part.materialize()
     finally:
-        handled.materializing = before
+        state.materializing = before
 
 
 def materialize_on_request(q: Any) -> Any:
     """As `materialize`, for conversions that ask for a dense array by name (`np.asarray`, `jnp.asarray`)."""
-    before, handled.requested = handled.requested, True
+    before, state.requested = state.requested, True
     try:
         return materialize(q)
     finally:
-        handled.requested = before
+        state.requested = before
 
 
 def dense_for(primitive: Any, value: Any) -> Any:

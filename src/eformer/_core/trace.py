@@ -209,12 +209,12 @@ def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dic
     while (handler := registry.lookup(name, types, skip)) is not None:
         # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
         expected = _jax.result_avals(primitive, operands, params) if check else None
-        outer = _materialization.handled.primitive, _materialization.handled.requested
-        _materialization.handled.primitive, _materialization.handled.requested = primitive, False
+        outer = _materialization.state.primitive, _materialization.state.requested
+        _materialization.state.primitive, _materialization.state.requested = primitive, False
         try:
             out = handler(primitive, operands, params)
         finally:
-            _materialization.handled.primitive, _materialization.handled.requested = outer
+            _materialization.state.primitive, _materialization.state.requested = outer
         if out is not NotImplemented:
             return _checked(handler, primitive, out, operands, expected) if check else out
         skip += 1

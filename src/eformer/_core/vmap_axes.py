@@ -27,6 +27,9 @@ class StaticData(tuple[Any, ...]):
 
     source: weakref.ref[Any]
 
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
+
 
 def static_data_of(q: Any, data: tuple[Any, ...]) -> StaticData:
     static = StaticData(data)
@@ -34,8 +37,15 @@ def static_data_of(q: Any, data: tuple[Any, ...]) -> StaticData:
     return static
 
 
+def source_of(data: tuple[Any, ...]) -> Any:
+    """The array this static data was read from, if it still lives; not known of data that was stored in between."""
+    return data.source() if isinstance(data, StaticData) else None
+
+
 def check(q: Any, source: Any) -> None:
     """Called when an array rebuilt from the static data of `source` is used for the first time."""
+    if source is None:
+        return
     axes = {axis for leaf, stored in _pairs(q, source) if (axis := _jax.axis_mapped(leaf, stored)) is not None}
     if not axes or q.core_ndim is None:
         return
