@@ -1,4 +1,4 @@
-"""`implicit_box`: an implicit array as an operand of somebody else's trace.
+"""`implicit_box`: an implicit array as an operand of another trace.
 
 A raw implicit array inside `jax.jit`, `vmap` or `grad` (closed over, or handed to a jnp function) is bound as one
 primitive, `implicit_box(*leaves)`. Under a trace of ours it turns back into the array, so the operation around it still

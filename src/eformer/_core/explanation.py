@@ -13,7 +13,7 @@ from .materialization import fresh_trace
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Every materialization and every kernel choice of one run, in order; prints as a table."""
+    """Every materialization and every kernel choice of one run, in order; prints as text."""
 
     events: tuple[Event, ...]
     result: Any
@@ -49,7 +49,7 @@ def _line(event: Event) -> str:
 
 
 def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
-    """Run `fn` once, tracing everything anew, and report what happened to its implicit arrays.
+    """Trace and run `fn` once, and report what happened to its implicit arrays.
 
     >>> import jax.numpy as jnp
     >>> print(explain(lambda x: x + 1)(jnp.ones(3)))

@@ -19,7 +19,7 @@ from eformer import _jax, _messages, errors
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Any])
 
-# What a person may call a primitive whose own name differs; all aliases of one primitive share its handlers.
+# Common names of primitives whose own name differs; all aliases of one primitive share its handlers.
 _ALIASES = {
     "pjit": "jit",
     "checkpoint": "remat2",
@@ -55,7 +55,7 @@ class Handler:
         return self.fn(primitive, *operands, **params) if self.wants_primitive else self.fn(*operands, **params)
 
     def _accepted(self, primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
-        """Drop parameters the handler does not know if they say nothing (None, False); refuse to ignore the others."""
+        """Drop unknown parameters that mean nothing (None, False); refuse to ignore the others."""
         unknown = {k: v for k, v in params.items() if k not in self.keywords and v is not None and v is not False}
         if unknown:
             listed = ", ".join(f"{k}={v!r}" for k, v in unknown.items())
@@ -67,7 +67,7 @@ class Handler:
 
 
 class Registry:
-    """Handlers by primitive name. `any_operand` is the union that unannotated operands stand for."""
+    """Handlers by primitive name. `any_operand` is the union used for operands without annotation."""
 
     def __init__(self) -> None:
         self.any_operand: Any = jax.Array

@@ -41,7 +41,7 @@ def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]
 
 
 def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Arguments with the sharding each was asked for; one that an implicit array cannot have makes it dense."""
+    """Arguments with the shardings given to jit; an array that cannot have its sharding becomes dense."""
     placed, shardings = [], []
     for value, sharding in zip(values, params["in_shardings"], strict=True):
         asked = sharding if isinstance(sharding, jax.sharding.Sharding) else None
@@ -190,7 +190,7 @@ def _barrier(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[
 
 @rule("convert_element_type")
 def _convert(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
-    """A conversion to the dtype it has already is no work; any other needs a handler or the dense array."""
+    """A conversion to the same dtype does nothing; any other needs a handler or the dense array."""
     (q,) = values
     if jnp.dtype(params["new_dtype"]) == q.dtype and params.get("sharding") is None:
         return q

@@ -1,7 +1,7 @@
 """Structural rules of control flow: scan, while and cond are built again with implicit arrays as pytrees.
 
 Only counts and jaxprs are read from the parameters; JAX's public functions do the rest. A carry whose type the body
-does not preserve is made dense, and the check repeats; an output of cond stays implicit only if all branches agree, or
+does not preserve becomes dense, and the check repeats; an output of cond stays implicit only if all branches agree, or
 can be made to (`ImplicitArray.stored_like`).
 """
 
@@ -32,7 +32,7 @@ def _type_of(value: Any) -> Any:
 def _stable_carry(primitive: Any, carry: list[Any], step: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
     """The carry with every implicit slot changed that `step` (on shapes) does not preserve.
 
-    Such a slot gets the structure of what follows it if it can have that, and is made dense otherwise.
+    Such a slot gets the structure of what follows it if it can have that, and becomes dense otherwise.
     """
     while True:
         after = step(carry)

@@ -71,7 +71,7 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
         out = differentiate(*[p for p, _ in pairs], *moves)
         return out[: len(out) // 2], out[len(out) // 2 :]
 
-    # Zeros stay symbolic up to here, so that operands nobody differentiates are not.
+    # Zeros stay symbolic up to here, so that only operands with a tangent are differentiated.
     f.defjvp(jvp_rule, symbolic_zeros=True)
     with _jax.set_current_trace(trace.parent_trace):
         return f(*values)

@@ -3,7 +3,7 @@
 Three facts decide. The children (vmap, scan and stacking change their shapes, and the logical shape follows). What the
 instance was told (`shape=`, `dtype=`), kept only where `materialize` cannot do without. And the ranks its leaves had
 when it was built, kept unless the class declares `core_ndim`: more axes on every leaf are batch axes in front, fewer
-mean that somebody sliced an axis that was no batch axis, which is an error rather than a wrong value.
+mean that an axis other than a batch axis was sliced, which is an error rather than a wrong value.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def leaf_predicate(x: Any) -> bool:
 
 
 def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any], bool]) -> Callable[..., Any]:
-    """`base_fn` (a tree function of JAX) that also stops wherever `is_leaf` says so.
+    """`base_fn` (a tree function of JAX) that also stops wherever `is_leaf` is true.
 
     The returned function takes `is_leaf=` like the original; a node is a leaf if either predicate holds. With
     `is_leaf_takes_path=True` the caller's predicate gets the path first, as in JAX.

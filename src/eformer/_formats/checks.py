@@ -23,7 +23,7 @@ def check_float(w: jax.Array, format_name: str) -> None:
 
 
 def as_index(value: Any, name: str) -> int:
-    """Return `value` as an int, or raise a TypeError that names it; True and False are no numbers here.
+    """Return `value` as an int, or raise a TypeError that names it; True and False do not count as numbers.
 
     >>> as_index(3, "axis")
     3

@@ -34,7 +34,7 @@ class _Call:
         self.accepted = inspect.signature(public).parameters.keys()
 
     def __call__(self, primitive: Any, operands: Sequence[Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
-        # `sharding=None` and `weak_type=False` are parameters of primitives that ask for nothing.
+        # `sharding=None` and `weak_type=False` are parameters without effect.
         asked = {k: v for k, v in params.items() if k in self.accepted or not (v is None or v is False)}
         of_primitive = not asked.keys() <= self.accepted
         if self.exact is not None and any(isinstance(o, QuantizedArray) for o in operands):
@@ -108,7 +108,7 @@ def _integer_pow_x(primitive: Any, x: Any, **kwargs: Any) -> Any:
 
 
 def _integer_pow_xy(primitive: Any, x: Any, y: Any) -> Any:
-    """An exponent that is no integer, or an array, is a power like any other."""
+    """An exponent that is an array or not an integer takes the general power."""
     return jnp.power(dense_for(primitive, x), dense_for(primitive, y))
 
 
@@ -123,7 +123,7 @@ def _dot_exact(primitive: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
 
 def _concatenate(primitive: Any, operands: Any, *args: Any, **kwargs: Any) -> Any:
-    """Takes the operands as one sequence, or one by one; an integer behind them is the dimension."""
+    """Takes the operands as one sequence, or one by one; an integer after them is the dimension."""
     arrays = [*operands, *args] if isinstance(operands, (list, tuple)) else [operands, *args]
     if isinstance(arrays[-1], (int, np.integer)):
         kwargs = {"dimension": arrays.pop(), **kwargs}

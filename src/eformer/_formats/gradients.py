@@ -26,7 +26,7 @@ _FACTORS = "\nA factor multiplied into the array counts as part of it; multiply 
 def frozen(scale: Any, fmt: str) -> Any:
     """The scale itself (or None), refusing to be differentiated.
 
-    A scale nobody differentiates has no tangent, and the rule of a function of one argument is then never asked.
+    A scale that is not differentiated has no tangent, and the rule of a function of one argument is then never called.
     """
     return None if scale is None else _guard(fmt)(scale)
 

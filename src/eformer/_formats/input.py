@@ -37,7 +37,10 @@ def as_array(values: Any, name: str) -> jax.Array:
     try:
         return jnp.asarray(values)
     except (TypeError, ValueError) as err:
-        raise TypeError(f"{name} takes an array, got {values!r} of type {type(values).__name__}.") from err
+        kind = type(values).__name__
+        raise TypeError(
+            f"{name} takes an array, got {values!r:.100} of type {kind}. The parameters of a model go to quantize_tree."
+        ) from err
 
 
 def as_float(array: Any, name: str) -> jax.Array:
@@ -92,7 +95,7 @@ def check_logical_dtype(q: Any, name: str, *, signed: bool = False) -> None:
 
 
 def check_fields(q: Any, *arrays: str) -> None:
-    """Refuse plain Python values where storage belongs, and a sharding that is none."""
+    """Refuse plain Python values in place of storage, and a `sharding` that is not a sharding."""
     for name in arrays:
         value = getattr(q, name)
         if value is None or isinstance(value, _PLAIN) or type(value) is tuple:

@@ -1,4 +1,4 @@
-"""`gather` and `dynamic_slice`: parts of a quantized array, asked for by indices that a program computes.
+"""`gather` and `dynamic_slice`: parts of a quantized array, at indices that a program computes.
 
 An index that asks for one vector (a row of an embedding) is a lookup, and its result dense: rows are activations. Where
 the vector is a stored row, a kernel decodes it; along the packed axis single entries are decoded; otherwise codes and
@@ -27,7 +27,7 @@ Starts = dict[int, jax.Array]  # for every indexed axis, where its slices start:
 
 
 def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
-    """What `indices` name: dense where they ask for vectors, of the same type where they ask for more."""
+    """What `indices` name: dense for vectors, of the same type for larger slices."""
     indices, params = without_whole_axes(q, indices, params)
     numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
     if 0 in q.shape or 0 in sizes:

@@ -1,4 +1,4 @@
-"""What the frames that are calling tell. Each question says what is lost should JAX rename what it looks for."""
+"""What the calling frames reveal. Each function says what is lost should JAX rename what it looks for."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def read_by_array_operator(depth: int = 2) -> bool:
 
 
 def read_by_array_constructor(depth: int = 2) -> bool:
-    """Is an attribute being read by jnp.asarray or jnp.array, that is, was a dense array asked for by name?
+    """Is an attribute being read by jnp.asarray or jnp.array, that is, was a dense array requested by name?
 
-    Not where JAX or a framework calls these on arrays it is given: nobody asked for that. Should JAX move that code,
+    Calls by JAX or a framework, on arrays they are given, do not count. Should JAX move that code,
     the answer becomes False: jnp.asarray(q) then warns as any other function does, and stays right.
     """
     frame: FrameType | None = sys._getframe(depth)

@@ -31,7 +31,7 @@ def is_current(trace: Any) -> bool:
 
 
 def install_trace(trace: Any) -> None:
-    """Make `trace` current on this thread until somebody sets another one."""
+    """Make `trace` current on this thread until another one is set."""
     _core.trace_ctx.set_trace(trace)
 
 
@@ -77,7 +77,7 @@ class LayeredTracer(Tracer):
     def __getattr__(self, name: str) -> Any:
         if name != "aval":
             return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-        self.aval = self.value.aval  # read when it is asked for first: it takes time, and placeholders have none
+        self.aval = self.value.aval  # at first use: it takes time, and placeholders have none
         return self.aval
 
     @property

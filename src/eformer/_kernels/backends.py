@@ -1,4 +1,4 @@
-"""Every library of native kernels, for those who ask about all of them: `doctor`, and programs that are exported."""
+"""Every library of native kernels: their state, and what exported programs need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_kernel_available(fmt: str = "nf4") -> bool:
 
 
 def load_kernels() -> list[dict[str, Any]]:
-    """Load all native kernels now instead of at their first use, and say what became of each library.
+    """Load all native kernels now instead of at their first use, and return the state of each library.
 
     A program that was exported with native kernels in it needs this before it is called in another process.
 
@@ -82,14 +82,14 @@ def kernels() -> Kernels:
 
 
 def _state(backend: str, library: native.Library | None) -> dict[str, Any]:
-    """What became of the kernels of a platform. Those of the TPU need no library: Pallas compiles them."""
+    """The state of the kernels of a platform. Those of the TPU need no library: Pallas compiles them."""
     found: dict[str, Any] = {"backend": backend, "path": None, "instructions": None}
     if not _settings.kernels_enabled():
         return {**found, "state": "turned off (EFORMER_KERNELS)"}
     try:
         jax.local_devices(backend=backend)
     except RuntimeError:
-        return {**found, "state": "there is no such device"}
+        return {**found, "state": "no such device"}
     if library is None:
         state, why = "compiled by Pallas", tpu.refuses_platform(backend)
     else:
@@ -102,7 +102,7 @@ def _state(backend: str, library: native.Library | None) -> dict[str, Any]:
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
-    """What `jax.export.export(..., disabled_checks=...)` has to be told before it takes a program with native kernels.
+    """What `jax.export.export(..., disabled_checks=...)` needs to export a program with native kernels.
 
     >>> export_checks()[0] == export.DisabledSafetyCheck.custom_call("eformer_cpu_qmatmul")
     True

@@ -1,4 +1,4 @@
-"""Embedding rows: a lookup in a packed table decodes only the rows asked for."""
+"""Embedding rows: a lookup in a packed table decodes only the requested rows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def qgather(
     preference: str = "auto",
     in_bounds: bool = False,
 ) -> jax.Array:
-    """Rows of the decoded matrix (R, cols): indices (...) -> (..., cols). Only the rows asked for are decoded.
+    """Rows of the decoded matrix (R, cols): indices (...) -> (..., cols). Only the requested rows are decoded.
 
     Values are multiplied in float32 (or the type of the scale, where that is wider) and rounded once to `dtype`.
     Indices follow the rules of `jax.numpy` indexing: negative ones count from the end, others are clamped. A caller
-    with rules of its own sees to it that 0 <= index < R, and says so with `in_bounds=True`.
+    with rules of its own makes sure that 0 <= index < R, and passes `in_bounds=True`.
 
     >>> table = jnp.array([[1, 2], [3, 4]], jnp.int8)
     >>> qgather(table, jnp.full((1, 1), 10.0), jnp.array([1, 0, 1]), fmt="int8", cols=2)[:, 0]

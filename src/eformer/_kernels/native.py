@@ -69,7 +69,7 @@ class Loaded:
 
 
 def load(library: Library) -> Loaded:
-    """Load and register a library once per process. Needs the platform's backend, and starts it if nobody has."""
+    """Load and register a library once per process. Needs the platform's backend, and starts it if need be."""
     with _lock:
         return _load(library, _settings.kernel_library(library.backend))
 
@@ -126,7 +126,7 @@ Result = tuple[tuple[int, ...], Any]  # shape and dtype
 
 def call(library: Library, name: str, results: list[Result], operands: tuple[Any, ...], **attributes: int) -> Any:
     """The results of a target. A scale that is None is handed over as an array without elements."""
-    load(library)  # registers the targets; whoever asked whether the kernels take this problem has done so before
+    load(library)  # registers the targets, if that was not done when the kernels were chosen
     avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
     given = [jnp.zeros((0,), jnp.float32) if operand is None else operand for operand in operands]
     target = jax.ffi.ffi_call(f"eformer_{library.backend}_{name}", avals)

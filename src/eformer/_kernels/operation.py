@@ -28,7 +28,7 @@ _config: Any = jax.config
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 NO_GRADIENT = """\
-a gradient with respect to the {what} of a quantized {fmt} matrix was asked for: rounding has no useful derivative.
+a gradient with respect to the {what} of a quantized {fmt} matrix was requested: rounding has no useful derivative.
 Keep the quantized array out of the differentiated arguments and train a low-rank update (LoRA) next to it, or keep the
 dense weight and quantize it in the forward pass with `straight_through`."""
 
@@ -73,7 +73,7 @@ class Operation:
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def bind(self, parameters: Parameters, *operands: Any, out: Any = None, announced: bool = False) -> Any:
-        """Apply the primitive; `explain` hears of it unless what is being transformed has told it."""
+        """Apply the primitive; `explain` records it, unless the operation being transformed already did."""
         operands = operands[:-1] if operands[-1] is None else operands
         if not announced and recording():
             self.announce(self.problem(parameters, default_platform(), *operands))
@@ -145,7 +145,7 @@ class Operation:
     def _built(self, native: tuple[bool, bool], platform: str, split: bool, parameters: Parameters) -> Any:
         """A jitted function, remembered, so that equal operations in one program share one computation.
 
-        Where XLA splits the program over devices, it must not call native code by itself.
+        Where XLA splits the program over devices, it must not call native code on its own.
         """
         del native
 

@@ -153,7 +153,7 @@ def parameters_of(
 
 
 def result_dtype(x: Any) -> Any:
-    """Of a product where nothing else is asked for."""
+    """The parameters of a product without options."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
 
 

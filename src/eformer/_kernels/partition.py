@@ -1,6 +1,6 @@
 """How an operation splits over devices under jit, without moving the codes.
 
-An operation is described by factors, as in einsum notation: every axis of an operand or of the result stands for one of
+An operation is described by factors, as in einsum notation: every axis of an operand or of the result is one of
 them. A factor may be split as the codes are, or else as the other operands or the result are. Every device computes
 with the part of the codes it holds. Where a factor that is not in the result is split, the partial results are summed
 across devices, and left in parts (a reduce-scatter) where the result is wanted so. A block never splits.

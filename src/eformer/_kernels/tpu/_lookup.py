@@ -92,7 +92,7 @@ def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> 
             out[i : i + 1, :] = jnp.where(row, plane, 0.0).sum(0, keepdims=True)
         return
     # The row lies along sublanes. A product with one 1 in the right lane takes it out and lays it along lanes; in full
-    # precision it is exact. Lanes behind the end of the table, and scales behind the last block, may be NaN.
+    # precision it is exact. Lanes after the end of the table, and scales after the last block, may be NaN.
     scale = rest[0][...]
     lane = lax.broadcasted_iota(jnp.int32, scale.shape, 1) == lax.rem(number, TILE_LANES)
     planes = nf4_planes(words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)

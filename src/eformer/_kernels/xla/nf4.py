@@ -51,7 +51,7 @@ def one_row(x: jax.Array, codes: jax.Array, absmax: jax.Array) -> jax.Array:
 
         y[r] = sum_b absmax[r, b] * sum_p ( even[byte] * x[b, p, 0] + odd[byte] * x[b, p, 1] )     byte = codes[r, b, p]
 
-    Two tables tell what each of the 256 bytes stands for. With a single row of x two loads are quicker than the thirty
+    Two tables give the values of each of the 256 bytes. With a single row of x two loads are quicker than the thirty
     selects of `planes`; they are scalar code, so the sum over p is written out, in chains that can run side by side.
     """
     rows, count, length = codes.shape[0], positions(codes), piece(2 * codes.shape[-1])

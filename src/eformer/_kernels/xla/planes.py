@@ -1,4 +1,4 @@
-"""What the bytes of a panel stand for, plane by plane: plane i holds value i of every byte."""
+"""The values of a panel of bytes, plane by plane: plane i holds value i of every byte."""
 
 from __future__ import annotations
 
