@@ -87,20 +87,20 @@ class Format:
 
 def nf4_values(codes: jax.Array, dtype: Any) -> jax.Array:
     # Built from scalars: custom partitioning takes no array constants.
-    return jnp.stack([jnp.full((), value, dtype) for value in NF4_CODEBOOK.tolist()])[codes]
+    table = jnp.stack([jnp.full((), value, dtype) for value in NF4_CODEBOOK.tolist()])
+    return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            Format("nf4", 0, nf4_values, per_code=2, blocked=True),
-            Format("int8", 1, lambda codes, dtype: codes.astype(dtype), code_dtype=np.dtype(np.int8)),
-            Format("ternary", 2, lambda codes, dtype: codes.astype(dtype) - 1, per_code=4, needs_scale=False),
-            Format("binary", 3, lambda codes, dtype: codes.astype(dtype) * 2 - 1, per_code=8, needs_scale=False),
-        )
-    }
-)
+_ROWS = {
+    row.name: row
+    for row in (
+        Format("nf4", 0, nf4_values, per_code=2, blocked=True),
+        Format("int8", 1, lambda codes, dtype: codes.astype(dtype), code_dtype=np.dtype(np.int8)),
+        Format("ternary", 2, lambda codes, dtype: codes.astype(dtype) - 1, per_code=4, needs_scale=False),
+        Format("binary", 3, lambda codes, dtype: codes.astype(dtype) * 2 - 1, per_code=8, needs_scale=False),
+    )
+}
+FORMATS: Mapping[str, Format] = MappingProxyType(_ROWS)
 
 
 def one_of(what: str, value: Any, allowed: Any) -> None:

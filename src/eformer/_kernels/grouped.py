@@ -16,6 +16,7 @@ from eformer._jax import vary, varying_axes
 
 from . import cpu, cuda, tpu
 from .formats import with_batch_of
+from .group_tiles import cut, joined
 from .matmul import PRODUCT, on_floats, product_sharded_like
 from .operation import Operation, one_after_another
 from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
@@ -74,8 +75,8 @@ def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple
 def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None) -> jax.Array:
     """The product in plain JAX, one tile of one expert at a time."""
     parameters = problem.parameters
-    group, rows = _tiles(sizes, x.shape[0])
-    tiles = x.at[rows].get(mode="fill", fill_value=0)
+    m, groups = x.shape[0], codes.shape[0]
+    tiles = cut(sizes, m, height=1 << (max(m // groups, 1) - 1).bit_length())
     ((shape, dtype),) = _result(parameters, x, codes)
 
     def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
@@ -87,32 +88,13 @@ def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, s
             lambda: _as_varying(jnp.zeros((values.shape[0], shape[1]), dtype), values, group, codes),
         )
 
-    _, parts = lax.scan(step, None, (tiles, group, rows[:, 0] < x.shape[0]))
-    return jnp.zeros(shape, dtype).at[rows].add(parts, mode="drop")
+    rows = x.at[tiles.rows].get(mode="fill", fill_value=0)
+    return joined(tiles, lax.scan(step, None, (rows, tiles.group, tiles.rows[:, 0] < m))[1])
 
 
 def _as_varying(empty: jax.Array, *like: jax.Array) -> jax.Array:
     """Both branches of a cond must vary over the same axes inside shard_map."""
     return vary(empty, frozenset[str]().union(*map(varying_axes, like)))
-
-
-def _tiles(group_sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """Cut the groups into tiles of equal height: (expert, row numbers) of each, row number m where there is none.
-
-    Groups of unknown sizes need at most m / height + (number of groups that can be non-empty) tiles, a static number.
-    """
-    groups = group_sizes.shape[0]
-    height = 1 << (max(m // groups, 1) - 1).bit_length()
-    count = -(-m // height) + min(groups, m)
-    sizes = group_sizes.astype(jnp.int32)
-    tiles = -(-sizes // height)
-    last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(sizes)
-    number = jnp.arange(count, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), groups - 1).astype(jnp.int32)
-    first = (last_row - sizes)[group] + (number - (last_tile - tiles)[group]) * height
-    rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
-    exists = (rows < last_row[group][:, None]) & (number < last_tile[-1])[:, None]
-    return group, jnp.where(exists, rows, m)
 
 
 GROUPED_PRODUCT = Operation(

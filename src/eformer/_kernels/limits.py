@@ -16,12 +16,13 @@ F32, BF16, F16 = FLOATS = tuple(np.dtype(t) for t in (jnp.float32, jnp.bfloat16,
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Dtypes of x and of results, dtypes of scales, and what blocks must be a multiple of.
+    """Formats, dtypes of x and of results, dtypes of scales, and what blocks must be a multiple of.
 
     `arithmetic` says how the kernels multiply, whatever algorithm a precision names. `rows_decide` says what depends on
     the number of rows of x, where it has to be known.
     """
 
+    formats: tuple[str, ...] = ("nf4", "int8", "ternary", "binary")
     floats: tuple[np.dtype, ...] = FLOATS
     scales: tuple[np.dtype, ...] = FLOATS
     block: int = 1
@@ -39,6 +40,8 @@ class Limits:
         return _other_than(self.floats, x=problem.x_dtype) or self.refuses_lookup(problem)
 
     def refuses_lookup(self, problem: Problem) -> str | None:
+        if problem.fmt not in self.formats:
+            return f"it has no kernels for {problem.fmt}"
         why = _other_than(self.floats, out=problem.out_dtype) or _other_than(self.scales, scale=problem.scale_dtype)
         if why or not problem.format.blocked or (problem.block or 0) % self.block == 0:
             return why

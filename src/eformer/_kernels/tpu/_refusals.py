@@ -39,6 +39,7 @@ def chip_kind() -> str:
 
 def refuses_operands(problem: Problem) -> str | None:
     """Whatever the platform: the kernels can be interpreted anywhere."""
-    if problem.scaled_both_ways:
-        return f"a scale of shape {problem.scale_shape} has one factor per value; it takes one per row or per column"
-    return LIMITS.refuses_product(problem)
+    why = LIMITS.refuses_product(problem)
+    if why or not problem.scaled_both_ways:
+        return why
+    return f"a scale of shape {problem.scale_shape} has one factor per value; it takes one per row or per column"

@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 from ._run import qmatmul as qmatmul
+from ._run import refuses as refuses

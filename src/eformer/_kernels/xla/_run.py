@@ -9,8 +9,12 @@ import jax.numpy as jnp
 
 from ..parameters import Problem
 from . import gpu, nf4, one_row, panel
-from .planes import planes
+from .planes import UNSCALED, planes
 from .tuning import panel_rows
+
+
+def refuses(problem: Problem) -> str | None:
+    return None if problem.fmt in UNSCALED else f"it has no decoder for {problem.fmt}"
 
 
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:

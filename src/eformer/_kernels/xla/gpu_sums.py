@@ -22,18 +22,12 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from ..formats import FORMATS, NF4_CODEBOOK
-from .panel import split_columns, weave_columns
+from ..formats import FORMATS, nf4_values
+from .panel import weave_columns
+from .planes import scaled
 
 # Rows of codes one thread adds up in the axpy form (measured on an H200: more or fewer are slower).
 FOLD = MappingProxyType({"nf4": 16, "int8": 16, "ternary": 16, "binary": 32})
-
-
-def lookup(codes: jax.Array, dtype: Any) -> jax.Array:
-    """NF4 values of numbers below 16: a table stays in the cache next to the cores, selects take twice as long."""
-    # Built from scalars: custom partitioning takes no array constants.
-    table = jnp.stack([jnp.full((), value, dtype) for value in NF4_CODEBOOK.tolist()])
-    return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 def values(codes: jax.Array, fmt: str, dtype: Any, *, bits: int = 8) -> list[jax.Array]:
@@ -42,23 +36,12 @@ def values(codes: jax.Array, fmt: str, dtype: Any, *, bits: int = 8) -> list[jax
         return [codes.astype(dtype)]
     size = 8 // FORMATS[fmt].per_code
     fields = [(codes >> np.uint8(shift)) & np.uint8(2**size - 1) for shift in range(bits - size, -1, -size)]
-    if fmt == "nf4":
-        return [lookup(field, dtype) for field in fields]
+    if fmt == "nf4":  # a table stays in the cache next to the cores, selects take twice as long
+        return [nf4_values(field, dtype) for field in fields]
     if fmt == "ternary":
         return [field.astype(jnp.int32).astype(dtype) - 1 for field in fields]
     one = jnp.ones((), dtype)
     return [jnp.where(field != 0, one, -one) for field in fields]
-
-
-def planes(codes: jax.Array, scale: Any, fmt: str, dtype: Any) -> list[jax.Array]:
-    """`values` times the scale of every block (NF4) or of every value; scale None stands for 1."""
-    decoded = values(codes, fmt, dtype)
-    if scale is None:
-        return decoded
-    if fmt == "nf4":
-        return [value * scale[..., None] for value in decoded]
-    factors = split_columns(scale, len(decoded), codes.shape[-1])
-    return [value * factor for value, factor in zip(decoded, factors, strict=True)]
 
 
 def rows_of_codes(x: jax.Array, codes: jax.Array, scale: Any, after: Any, *, fmt: str) -> jax.Array:
@@ -69,7 +52,7 @@ def rows_of_codes(x: jax.Array, codes: jax.Array, scale: Any, after: Any, *, fmt
         x = lax.optimization_barrier(x)
     padding = count * int(np.prod(positions)) - x.shape[1]
     parts = jnp.pad(x, ((0, 0), (0, padding))).reshape(m, *positions, count)
-    decoded = planes(codes, scale, fmt, x.dtype)
+    decoded = scaled(values(codes, fmt, x.dtype), scale, codes)
     after = None if after is None else after.reshape(-1, *[1] * len(positions))
 
     def terms(row: int) -> jax.Array:
@@ -93,7 +76,8 @@ def columns_of_codes(x: jax.Array, codes: jax.Array, scale: Any, *, fmt: str, co
     scales = None if scale is None else scale.reshape(steps, fold, *scale.shape[1:])
     totals: list[Any] = [0] * FORMATS[fmt].per_code
     for u in range(fold):
-        decoded = planes(stored[:, u], None if scales is None else scales[:, u], fmt, x.dtype)
+        part = stored[:, u]
+        decoded = scaled(values(part, fmt, x.dtype), None if scales is None else scales[:, u], part)
         totals = [total + value * factors[:, u] for total, value in zip(totals, decoded, strict=True)]
     # Without the barrier XLA would make one sum of it again, and store all products for it.
     parts = lax.optimization_barrier([total.reshape(steps, -1) for total in totals])

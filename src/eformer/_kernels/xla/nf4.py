@@ -31,10 +31,9 @@ def lookup(codes: jax.Array, shift: int, dtype: Any) -> jax.Array:
     return values[0]
 
 
-def planes(codes: jax.Array, absmax: jax.Array, dtype: Any) -> list[jax.Array]:
-    """(P, blocks, bytes) and (P, blocks) -> even and odd columns, each of the shape of the codes."""
-    factor = absmax.astype(dtype)[..., None]
-    return [lookup(codes, shift, dtype) * factor for shift in _SHIFTS]
+def planes(codes: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Even and odd columns, each of the shape of the codes, without scales."""
+    return [lookup(codes, shift, dtype) for shift in _SHIFTS]
 
 
 def piece(block: int) -> int:

@@ -28,16 +28,18 @@ def _binary(codes: jax.Array, dtype: Any) -> list[jax.Array]:
 
 
 UNSCALED: Mapping[str, Callable[[jax.Array, Any], list[jax.Array]]] = MappingProxyType(
-    {"int8": _int8, "ternary": _ternary, "binary": _binary}
+    {"nf4": nf4.planes, "int8": _int8, "ternary": _ternary, "binary": _binary}
 )
 
 
 def planes(fmt: str, codes: jax.Array, scale: Any, dtype: Any) -> list[jax.Array]:
     """Each of the shape of the codes; scale None stands for 1."""
-    if fmt == "nf4":
-        return nf4.planes(codes, scale, dtype)
-    values = UNSCALED[fmt](codes, dtype)
+    return scaled(UNSCALED[fmt](codes, dtype), scale, codes)
+
+
+def scaled(values: list[jax.Array], scale: Any, codes: jax.Array) -> list[jax.Array]:
+    """Planes times the scale of every block (codes with an axis of blocks) or of every value."""
     if scale is None:
         return values
-    factors = split_columns(scale, len(values), codes.shape[1])
-    return [value * factor for value, factor in zip(values, factors, strict=True)]
+    factors = [scale[..., None]] if codes.ndim == 3 else split_columns(scale, len(values), codes.shape[-1])
+    return [value * factors[i % len(factors)] for i, value in enumerate(values)]
