@@ -15,7 +15,7 @@ from eformer.errors import CheckpointError
 from ..safetensors.header import MAX_HEADER, parse_json
 from ..safetensors.reading import open_regular
 from ..safetensors.writing import atomic_file, sync_folder
-from ..tree.described import Contents, Leaf
+from ..tree.describe import DescribedTree, Leaf
 from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
 from .split_tensors import Whole
 
@@ -82,7 +82,7 @@ class FilePlan:
 
 
 def plan_files(
-    path: Path, contents: Contents, groups: Sequence[Sequence[Leaf]], extra: Mapping[str, str], tag: str
+    path: Path, contents: DescribedTree, groups: Sequence[Sequence[Leaf]], extra: Mapping[str, str], tag: str
 ) -> list[FilePlan]:
     """One file that describes the tree too, or one per group; then the tree is described in the index."""
     single = len(groups) == 1
@@ -94,7 +94,7 @@ def plan_files(
     ]
 
 
-def commit(path: Path, contents: Contents, files: Sequence[FilePlan], extra: Mapping[str, str]) -> Path:
+def commit(path: Path, contents: DescribedTree, files: Sequence[FilePlan], extra: Mapping[str, str]) -> Path:
     """Everything is written: from this moment on it is the checkpoint, and what it replaces goes. The file to load."""
     if len(files) == 1:
         old = _files_of_set(path)
@@ -107,7 +107,7 @@ def commit(path: Path, contents: Contents, files: Sequence[FilePlan], extra: Map
 
 
 def commit_pieces(
-    path: Path, contents: Contents, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
+    path: Path, contents: DescribedTree, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
 ) -> None:
     """The same for a checkpoint whose tensors lie in pieces, in files of these names."""
     owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
@@ -117,7 +117,12 @@ def commit_pieces(
 
 
 def _write_index(
-    path: Path, contents: Contents, described: Any, owners: Mapping[str, str], files: set[str], extra: Mapping[str, str]
+    path: Path,
+    contents: DescribedTree,
+    described: Any,
+    owners: Mapping[str, str],
+    files: set[str],
+    extra: Mapping[str, str],
 ) -> None:
     old = _files_of_set(path)
     total = sum(leaf.nbytes for leaf in contents.leaves)

@@ -47,7 +47,7 @@ class LazyCheckpoint(NamedLeaves):
 
     def __init__(self, files: FileSet, *, memory_map: bool = True):
         super().__init__(files.path, files.leaves, files.owners, files.structure, files.aliases)
-        self.metadata = files.metadata
+        self.files, self.metadata = files, files.metadata
         self._owners = files.owners
         self._memory_map = memory_map
 

@@ -13,7 +13,7 @@ from eformer.errors import CheckpointError
 
 from ..locating import about
 from ..safetensors.writing import write_file
-from ..tree.described import Leaf, contents_of, host
+from ..tree.describe import Leaf, describe_tree, host
 from ..tree.metadata import KEY
 from .index import SUFFIX, commit, plan_files
 
@@ -48,7 +48,7 @@ def save(
     extra = checked_metadata(metadata)
     check_target(path)
     with about(path):
-        contents = contents_of(tree)
+        contents = describe_tree(tree)
     files = plan_files(path, contents, shards_of(contents.leaves, max_shard_size), extra, secrets.token_hex(4))
     for file in files:
         sources = {name: array for leaf in file.leaves for name, array in leaf.tensors.items()}

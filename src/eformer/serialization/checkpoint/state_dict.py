@@ -17,7 +17,7 @@ from eformer.errors import CheckpointError
 from ..locating import about
 from ..safetensors.dtypes import CODES, fits_jax, from_stored, named_dtype
 from ..safetensors.header import check_shape
-from ..tree.described import contents_of, host
+from ..tree.describe import describe_tree, host
 from ..tree.metadata import KEY, NO_STRUCTURE, dumped, leaves_metadata, loaded, tree_metadata
 from ..tree.restore import restore
 from .leaf_mapping import NamedLeaves
@@ -34,7 +34,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     >>> sorted(to_state_dict({"w": quantize(jnp.ones((64, 2)), dtype="nf4")})["tensors"])
     ['w.absmax', 'w.packed']
     """
-    contents = contents_of(tree)
+    contents = describe_tree(tree)
     arrays = {name: array for leaf in contents.leaves for name, array in leaf.tensors.items()}
     layouts = {t.name: [t.dtype.name, list(t.shape)] for leaf in contents.leaves for t in leaf.layout()}
     described = leaves_metadata(contents.leaves) | tree_metadata(contents) | {"layouts": layouts}

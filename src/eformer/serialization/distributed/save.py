@@ -24,7 +24,7 @@ from ..locating import about
 from ..safetensors.dtypes import as_stored
 from ..safetensors.reading import MappedFile
 from ..safetensors.writing import Tensor, write_file
-from ..tree.described import Contents, contents_of
+from ..tree.describe import DescribedTree, describe_tree
 from ..tree.metadata import KEY, VERSION, dumped, loaded, tree_metadata
 from ..tree.structure import unused
 from .processes import digest, exchange
@@ -46,7 +46,7 @@ def save_distributed(
     """
     path, extra = Path(path), checked_metadata(metadata)
     with about(path):
-        contents = contents_of(tree)
+        contents = describe_tree(tree)
     what, count = f"save {path.name}", jax.process_count()
     tag = _agree_on_tree(what, contents, timeout)
     name = shard_names(path, count, tag)[jax.process_index()]
@@ -55,7 +55,7 @@ def save_distributed(
     return index_path(path)
 
 
-def _agree_on_tree(what: str, contents: Contents, timeout: float) -> str:
+def _agree_on_tree(what: str, contents: DescribedTree, timeout: float) -> str:
     """Check that all processes save the same tree; a tag for the files of this very save."""
     marks = [digest([leaf.name, leaf.description, [list(t.shape) for t in leaf.layout()]]) for leaf in contents.leaves]
     structure = digest(tree_metadata(contents))
@@ -87,7 +87,7 @@ def _together(what: str, timeout: float, work: Any) -> None:
             raise ProcessError(f"{what}: process {process} failed: {word}")
 
 
-def _write_own(path: Path, name: str, contents: Contents) -> None:
+def _write_own(path: Path, name: str, contents: DescribedTree) -> None:
     """The file of this process, of that name beside the others: the pieces of every tensor that it is to write."""
     check_target(path)
     own = path.with_name(name)
@@ -120,7 +120,7 @@ def _own_pieces(array: Any) -> list[tuple[Bounds, Any]]:
     return list(found.items())
 
 
-def _commit(path: Path, contents: Contents, names: Sequence[str], extra: Mapping[str, str]) -> None:
+def _commit(path: Path, contents: DescribedTree, names: Sequence[str], extra: Mapping[str, str]) -> None:
     """Process 0 joins what all have written."""
     if jax.process_index() != 0:
         return

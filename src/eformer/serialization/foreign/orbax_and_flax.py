@@ -14,7 +14,7 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.state_dict import from_state_dict, to_state_dict
 from ..locating import about
-from ..tree.described import described_leaf
+from ..tree.describe import described_leaf
 from ..tree.saved_types import saved_classes
 from ..tree.structure import named_leaves
 

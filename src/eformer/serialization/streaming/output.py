@@ -14,7 +14,7 @@ import numpy as np
 
 from ..checkpoint.index import FilePlan, commit, plan_files, shard_pattern
 from ..safetensors.writing import arrange, build_header, open_own, raw_bytes, sync_folder
-from ..tree.described import Contents, Leaf
+from ..tree.describe import DescribedTree, Leaf
 from .journal import Journal
 
 _SYNC_SECONDS = 2.0  # work that may be lost when the machine stops
@@ -27,7 +27,12 @@ class Output:
     """
 
     def __init__(
-        self, target: Path, contents: Contents, shards: Sequence[Sequence[Leaf]], extra: Mapping[str, str], run: str
+        self,
+        target: Path,
+        contents: DescribedTree,
+        shards: Sequence[Sequence[Leaf]],
+        extra: Mapping[str, str],
+        run: str,
     ):
         self._target, self._contents, self._extra = target, contents, extra
         self._files = plan_files(target, contents, shards, extra, run[:8])

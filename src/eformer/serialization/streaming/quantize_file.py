@@ -25,7 +25,7 @@ from ..checkpoint.index import index_path
 from ..checkpoint.save import check_target, checked_metadata, shards_of
 from ..locating import about
 from ..safetensors.reading import aligned_empty
-from ..tree.described import Contents, Leaf, described_leaf, host
+from ..tree.describe import DescribedTree, Leaf, described_leaf, host
 from ..tree.metadata import KEY, leaves_metadata, tree_metadata
 from .output import Output
 from .source import Source, SourceLeaf, open_source
@@ -119,7 +119,7 @@ def write_quantized(
     _check_paths(source, target)
     steps = _steps(source, planned)
     extra = checked_metadata({**{k: v for k, v in source.metadata.items() if k != KEY}, **(metadata or {})})
-    contents = Contents([step.leaf for step in steps], source.structure, source.aliases)
+    contents = DescribedTree([step.leaf for step in steps], source.structure, source.aliases)
     shards = shards_of(contents.leaves, max_shard_size)
     run = _fingerprint(source.identity, planned, contents, shards, extra)
     with Output(target, contents, shards, extra, run) as output:
@@ -182,7 +182,7 @@ def _abstract(step: _Step, shape: jax.ShapeDtypeStruct) -> Any:
         raise CheckpointError(f"cannot be quantized as {step.decision.config}: {err}") from err
 
 
-def _fingerprint(identity: Any, planned: Plan, contents: Contents, shards: Any, extra: Any) -> str:
+def _fingerprint(identity: Any, planned: Plan, contents: DescribedTree, shards: Any, extra: Any) -> str:
     """What must not change between two runs for the second to continue the first."""
     names = [[leaf.name for leaf in shard] for shard in shards]
     tree = tree_metadata(contents), leaves_metadata(contents.leaves)

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from ..checkpoint.lazy import LazyCheckpoint
-from ..checkpoint.opening import open_set
-from ..foreign.gguf import GgufFile, is_gguf
+from ..foreign.gguf import GgufFile
+from ..inspection import open_checkpoint
 from ..safetensors.dtypes import named_dtype
-from ..tree.described import Leaf
+from ..tree.describe import Leaf
 from ..tree.metadata import NO_STRUCTURE
 
 
@@ -51,12 +51,12 @@ class Source:
 
 def open_source(path: str | os.PathLike[str]) -> Source:
     """A checkpoint of safetensors, in one file or more, or a GGUF file; tensors are not read."""
-    return _gguf_source(GgufFile(path)) if is_gguf(path) else _safetensors_source(path)
+    opened = open_checkpoint(path)
+    return _gguf_source(opened) if isinstance(opened, GgufFile) else _safetensors_source(opened)
 
 
-def _safetensors_source(path: str | os.PathLike[str]) -> Source:
-    files = open_set(path)
-    checkpoint = LazyCheckpoint(files)
+def _safetensors_source(checkpoint: LazyCheckpoint) -> Source:
+    files = checkpoint.files
     opened = sorted({(file.path, file.descriptor) for file in files.owners.values()})
     leaves = [_safetensors_leaf(checkpoint, name, files.owners) for name in checkpoint]
     paths = [files.path, *(path for path, _ in opened)]

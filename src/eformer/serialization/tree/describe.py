@@ -1,4 +1,4 @@
-"""Describing leaves: JSON that, together with named tensors, gives back exactly what was saved.
+"""Describing trees: JSON that, together with named tensors, gives back exactly what was saved.
 
 A plain array is described by the name of its tensor. Everything else is a mapping with a `type`: an implicit array with
 its parts (described in the same way) and fields, a NumPy array, a random key, a Python number, a container.
@@ -6,7 +6,8 @@ its parts (described in the same way) and fields, a NumPy array, a random key, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,93 @@ from eformer import _jax as compat
 from eformer._core import ImplicitArray
 from eformer.errors import CheckpointError
 
-from ..safetensors.dtypes import CODES
+from ..locating import about
+from ..safetensors.dtypes import CODES, as_stored, stored_layout
+from ..safetensors.writing import Tensor
 from . import plain_values
 from .saved_types import type_of
+from .structure import describe_structure, named_leaves, unused
 
 Emit = Callable[[str, Any], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf to be saved: its description and, for each of its tensors, the array to take the values from."""
+
+    name: str
+    description: Any
+    tensors: Mapping[str, Any]
+
+    @property
+    def is_plain(self) -> bool:
+        """Is the leaf one plain tensor of its own name?"""
+        return self.description == self.name
+
+    def layout(self) -> list[Tensor]:
+        """The tensors as a header lists them."""
+        return [_layout(name, array) for name, array in self.tensors.items()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.layout())
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedTree:
+    """A tree ready to be written. Leaves that are one object are saved once; `aliases` are their other names."""
+
+    leaves: Sequence[Leaf]
+    structure: Any
+    aliases: Mapping[str, str]
+
+
+def describe_tree(tree: Any) -> DescribedTree:
+    """Describe a tree; no array is copied yet."""
+    named, _ = named_leaves(tree)
+    taken = {name for name, _ in named}
+    leaves, aliases, first = [], {}, {}
+    for name, value in named:
+        shareable = isinstance(value, (jax.Array, np.ndarray, ImplicitArray))
+        if shareable and id(value) in first:
+            aliases[name] = first[id(value)]
+            continue
+        if shareable:
+            first[id(value)] = name
+        leaves.append(described_leaf(name, value, taken))
+    names = [aliases.get(name, name) for name, _ in named]
+    return DescribedTree(leaves, describe_structure(tree, names), aliases)
+
+
+def described_leaf(name: str, value: Any, taken: set[str]) -> Leaf:
+    """A leaf and its tensors, whose names are those of the leaf, or begin with it; `taken` holds the names in use."""
+    tensors: dict[str, Any] = {}
+
+    def emit(tensor: str, array: Any) -> str:
+        unique = name if tensor == name else unused(tensor, taken)
+        tensors[unique] = array
+        return unique
+
+    with about(None, name):
+        leaf = Leaf(name, describe(value, name, emit), tensors)
+        leaf.layout()  # refuses dtypes that have no place in a file
+    return leaf
+
+
+def _layout(name: str, array: Any) -> Tensor:
+    shape, dtype = stored_layout(tuple(array.shape), np.dtype(array.dtype))
+    return Tensor(name, dtype, shape)
+
+
+def host(array: Any, name: str) -> np.ndarray:
+    """The values in the memory of the host, as they are stored."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        raise CheckpointError(
+            "is spread over several processes, and this one does not see all of it.",
+            tensor=name,
+            fix="Gather it first (jax.experimental.multihost_utils.process_allgather), or save with Orbax.",
+        )
+    return as_stored(np.asarray(array))
 
 
 def describe(value: Any, name: str, emit: Emit) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import parse_json
-from .described import Contents, Leaf
+from .describe import DescribedTree, Leaf
 
 VERSION = 1
 KEY = "eformer"  # of the metadata
@@ -21,7 +21,7 @@ def leaves_metadata(leaves: Sequence[Leaf]) -> dict[str, Any]:
     return {"version": VERSION, "leaves": {leaf.name: leaf.description for leaf in leaves if not leaf.is_plain}}
 
 
-def tree_metadata(contents: Contents) -> dict[str, Any]:
+def tree_metadata(contents: DescribedTree) -> dict[str, Any]:
     """The part of the metadata that there is once in a checkpoint."""
     structure = {} if contents.structure is NO_STRUCTURE else {"structure": contents.structure}
     return {"version": VERSION, **structure, "aliases": dict(contents.aliases)}
