@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer._core import ImplicitArray
 from eformer._core.fields import layout
 
+from . import arguments as _arguments
 from . import sharding as _sharding
 from .gradients import FactoredScale, frozen, refusal
 
@@ -59,7 +60,8 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def blocked(self) -> Any:
         """The logical axis, counted from the end, along which values are packed; None if the format packs none."""
         if hasattr(self, "axis"):
-            return self.axis  # pyright: ignore[reportAttributeAccessIssue]
+            axis = self.axis  # pyright: ignore[reportAttributeAccessIssue]
+            return -1 if axis is None else axis
         raise NotImplementedError(
             f"{type(self).__name__} does not say along which axis it packs values. Give it a field `axis`, counted "
             "from the end, or `blocked: ClassVar[None] = None` if it packs none."
@@ -159,9 +161,16 @@ class QuantizedArray(ImplicitArray, frozen=True):
         scale = self.part(self.scale_part)
         return self.replaced(**{self.scale_part.field: scale * factor.astype(scale.dtype)}, dtype=dtype)
 
-    def _adopt(self, other: ImplicitArray) -> None:
-        """Become `other`, while still under construction."""
-        self.__dict__.update(other.__dict__)
+    def _become(self, made: QuantizedArray) -> None:
+        """While under construction: become what the values that were given were quantized to."""
+        _arguments.check_declared_shape(self, made)
+        made = made if self.sharding is None else made.with_sharding(self.sharding)
+        self.__dict__.update(made.replaced(use_kernel=self.use_kernel).__dict__)
+
+    def _default_dtype(self, dtype: Any) -> None:
+        """While under construction: the logical dtype, unless one was declared."""
+        if self.__dict__.get("_dtype") is None:
+            self.dtype = dtype
 
     def dequantize(self) -> jax.Array:
         """The dense array; another name for `materialize`."""

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray, aux_field, materialize
 from eformer._formats import sharding as _sharding
-from eformer._formats.input import is_storage
+from eformer._formats.arguments import is_storage
 
 
 @dataclasses.dataclass

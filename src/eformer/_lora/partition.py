@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._core import ImplicitArray
-from eformer._formats.input import is_storage
+from eformer._formats.arguments import is_storage
 from eformer._quantize.paths import map_tree, open_tree
 from eformer._quantize.rules import Rule
 from eformer.errors import UnusedRuleWarning

@@ -10,8 +10,7 @@ import jax
 
 from eformer import _jax as compat
 from eformer._core import ste
-from eformer._formats.checks import as_index
-from eformer._formats.input import checked_block
+from eformer._formats.arguments import as_index, checked_block
 from eformer._formats.nf4.array import MAX_BLOCK
 
 from .formats import FORMATS, Format, QuantizationType

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from eformer._core import ImplicitArray
-from eformer._formats.checks import FLOATS
+from eformer._formats.arguments import FLOATS
 from eformer.errors import UnusedRuleWarning
 
 from .config import Axis, QuantizationConfig, quantize_stack

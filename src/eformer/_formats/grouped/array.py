@@ -47,8 +47,7 @@ class GroupedArray(QuantizedArray):
     def __post_init__(self) -> None:
         if all(hasattr(array, "dtype") for array in (self.codes, self.scale)):
             _check(self)
-            if self.__dict__.get("_dtype") is None:
-                self.dtype = jnp.float32
+            self._default_dtype(jnp.float32)
         super().__post_init__()
 
     @property

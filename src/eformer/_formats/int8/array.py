@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from eformer._core import aux_field
 
-from .. import checks as _checks
-from .. import input as _input
+from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
 from . import codec
 
@@ -38,15 +37,14 @@ class Array8B(QuantizedArray):
     kernel_block: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        _input.check_fields(self, "scale", "weight")
-        _input.check_logical_dtype(self, "INT8")
-        if _input.is_storage(self.scale, self.weight):
+        _arguments.check_fields(self, "scale", "weight")
+        _arguments.check_logical_dtype(self, "INT8")
+        if _arguments.is_storage(self.scale, self.weight):
             _check_storage(self)
             if self.scale.ndim < self.weight.ndim:
                 self.scale = self.scale.reshape((1,) * (self.weight.ndim - self.scale.ndim) + self.scale.shape)
             self.axis = _reduced_axes(self.scale, self.weight)
-            if self.__dict__.get("_dtype") is None:
-                self.dtype = self.scale.dtype
+            self._default_dtype(self.scale.dtype)
         super().__post_init__()
 
     @property
@@ -82,11 +80,11 @@ class Array8B(QuantizedArray):
             dtype: the logical dtype, by default that of `array`.
             axis: the axis or axes that share one scale, by default the last.
         """
-        array = _input.as_float(array, "INT8")
-        axes = _checks.check_axes((-1,) if axis is None else axis, array.ndim)
+        array = _arguments.as_float(array, "INT8")
+        axes = _arguments.check_axes((-1,) if axis is None else axis, array.ndim)
         weight, scale = codec.encode(array, axes=axes)
-        made = cls(scale, weight, axes, dtype=_input.checked_dtype(dtype, array.dtype, "INT8"))
-        return _input.keep_sharding(made, array)
+        made = cls(scale, weight, axes, dtype=_arguments.checked_dtype(dtype, array.dtype, "INT8"))
+        return _arguments.keep_sharding(made, array)
 
 
 def _reduced_axes(scale: Any, weight: Any) -> tuple[int, ...]:
@@ -106,7 +104,7 @@ def _check_storage(q: Array8B) -> None:
         raise ValueError(f"scale {list(scale.shape)} does not broadcast against weight {list(weight.shape)}.")
     nothing_shared = isinstance(q.axis, (tuple, list)) and not q.axis  # what such an array itself says
     if q.axis is not None and not nothing_shared:
-        axes = _checks.check_axes(q.axis, weight.ndim)
+        axes = _arguments.check_axes(q.axis, weight.ndim)
         wrong = [a for a in axes if -a <= scale.ndim and scale.shape[a] != 1]
         if wrong:
             raise ValueError(f"axis={q.axis} says the scale is shared along {wrong}, but it is {list(scale.shape)}.")

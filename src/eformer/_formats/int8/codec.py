@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
-from eformer._formats import checks as _checks
 
 
 def encode(w: jax.Array, *, axes: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -30,12 +30,12 @@ def encode(w: jax.Array, *, axes: int | Sequence[int]) -> tuple[jax.Array, jax.A
     >>> weight.tolist(), scale.shape
     ([[50, -127], [0, 0]], (2, 1))
     """
-    return _encode(w, axes=_checks.check_axes(axes, jnp.ndim(w)))
+    return _encode(w, axes=_arguments.check_axes(axes, jnp.ndim(w)))
 
 
 @functools.partial(jax.jit, static_argnames=("axes",))
 def _encode(w: jax.Array, *, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    _checks.check_float(w, "INT8")
+    _arguments.check_float(w, "INT8")
     values = w.astype(jnp.promote_types(w.dtype, jnp.float32))
     absmax = _blocks.absmax_along(w, axes[-1]).astype(values.dtype)
     absmax = jnp.max(absmax, axis=axes, keepdims=True, initial=0)

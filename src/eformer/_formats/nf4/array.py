@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from eformer._core import ImplicitArray, aux_field
 
-from .. import checks as _checks
-from .. import input as _input
+from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
 from . import codec
 
@@ -67,38 +66,30 @@ class ArrayNF4(QuantizedArray):
     format: ClassVar[str] = "nf4"
 
     def __post_init__(self) -> None:
-        _input.check_fields(self, "packed")
-        _input.check_logical_dtype(self, "NF4")
-        if _input.is_dense_float(self.packed) and self.absmax is None:
+        _arguments.check_fields(self, "packed")
+        _arguments.check_logical_dtype(self, "NF4")
+        if _arguments.is_dense_float(self.packed) and self.absmax is None:
             dtype = self.__dict__.get("_dtype")
-            made = type(self).quantize(self.packed, self.block_size, axis=self.axis, dtype=dtype)
-            _input.check_declared_shape(self, made)
-            made = made if self.sharding is None else made.with_sharding(self.sharding)
-            self._adopt(made.replaced(use_kernel=self.use_kernel))
-        elif _input.is_storage(self.packed) and self.absmax is None:
+            self._become(type(self).quantize(self.packed, self.block_size, axis=self.axis, dtype=dtype))
+        elif _arguments.is_storage(self.packed) and self.absmax is None:
             raise TypeError(
                 f"ArrayNF4 takes a floating array to quantize, or packed storage together with absmax; got "
                 f"{self.packed.dtype}{list(self.packed.shape)} alone."
             )
-        elif _input.is_storage(self.packed, self.absmax):
-            self.block_size = _checks.check_block_size(self.block_size)
+        elif _arguments.is_storage(self.packed, self.absmax):
+            self.block_size = _arguments.check_block_size(self.block_size)
             _check_storage(self)
-            self.axis, self.pad = _input.axis_and_pad(
+            self.axis, self.pad = _arguments.axis_and_pad(
                 self, self.packed.ndim - 1, self.packed.shape[-2], self.block_size
             )
-            if self.__dict__.get("_dtype") is None:
-                self.dtype = self.absmax.dtype
+            self._default_dtype(self.absmax.dtype)
         else:
-            _input.check_fields(self, "absmax")
+            _arguments.check_fields(self, "absmax")
         super().__post_init__()
 
     @property
     def parts(self) -> tuple[Part, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Part("packed", 2, self.block_size), Part("absmax", 1, self.block_size, is_scale=True)
-
-    @property
-    def blocked(self) -> int:
-        return self.axis if self.axis is not None else -1
 
     @property
     def core_ndim(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -154,18 +145,18 @@ class ArrayNF4(QuantizedArray):
             double_quant: store absmax at 8 bits too (about 0.37 bits per weight less with blocks of 64).
             verbose: print what was stored.
         """
-        array = _input.as_float(array, "NF4")
-        block_size = _input.checked_block(block_size, MAX_BLOCK)
-        axis = _input.checked_axis(axis, array.ndim)
+        array = _arguments.as_float(array, "NF4")
+        block_size = _arguments.checked_block(block_size, MAX_BLOCK)
+        axis = _arguments.checked_axis(axis, array.ndim)
         packed, absmax = codec.encode(array, axis=axis, block_size=block_size)
         if double_quant:
             core = min(2, absmax.ndim)
             absmax = CompressedAbsmax(*codec.compress_absmax(absmax, core_ndim=core), core=core)
         pad = packed.shape[-2] * block_size - array.shape[axis]
         made = cls(
-            packed, absmax, block_size, axis=axis, pad=pad, dtype=_input.checked_dtype(dtype, array.dtype, "NF4")
+            packed, absmax, block_size, axis=axis, pad=pad, dtype=_arguments.checked_dtype(dtype, array.dtype, "NF4")
         )
-        made = _input.keep_sharding(made, array)
+        made = _arguments.keep_sharding(made, array)
         if verbose:
             print(f"quantized {array.dtype.name}{list(array.shape)} to {made!r}")
         return made

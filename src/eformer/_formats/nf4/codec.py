@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
-from eformer._formats import checks as _checks
 from eformer._formats.nf4.double import compress_absmax as compress_absmax
 from eformer._formats.nf4.double import expand_absmax as expand_absmax
 from eformer._kernels.encode import nf4_encoder
@@ -46,9 +46,9 @@ def encode(w: jax.Array, *, axis: int, block_size: int) -> tuple[jax.Array, jax.
     >>> packed.tolist(), absmax.tolist()
     ([[122, 47]], [2.0])
     """
-    _checks.check_float(w, "NF4")
-    axis = _checks.check_axis(axis, w.ndim)
-    block_size = _checks.check_block_size(block_size)
+    _arguments.check_float(w, "NF4")
+    axis = _arguments.check_axis(axis, w.ndim)
+    block_size = _arguments.check_block_size(block_size)
     if axis == -1:
         return _encode_last(w, block_size)
     return _encode_along(w, axis, block_size)
@@ -123,16 +123,16 @@ def _pick(bits: list[jax.Array], options: list) -> jax.Array:
 
 def _check_storage(packed: jax.Array, absmax: jax.Array, axis: int, size: int) -> tuple[int, int]:
     """The position of the blocked axis and the block size, once the two arrays are known to agree."""
-    _checks.check_storage(packed, "NF4 codes")
+    _arguments.check_storage(packed, "NF4 codes")
     if packed.ndim < 2 or packed.shape[:-1] != absmax.shape:
         raise ValueError(
             f"NF4 codes of shape {packed.shape} and absmax of shape {absmax.shape} do not belong together. "
             "Codes must have the shape of absmax and one more axis of block_size // 2 bytes."
         )
     rank = packed.ndim - 1
-    block_size = _checks.check_block_size(2 * packed.shape[-1])
-    _checks.check_size(size, packed.shape[-2], block_size, "blocks")
-    return rank + _checks.check_axis(axis, rank), block_size
+    block_size = _arguments.check_block_size(2 * packed.shape[-1])
+    _arguments.check_size(size, packed.shape[-2], block_size, "blocks")
+    return rank + _arguments.check_axis(axis, rank), block_size
 
 
 def encode_reference(w: np.ndarray, *, axis: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._formats import checks as _checks
+from eformer._formats import arguments as _arguments
 
 GROUP = 256
 
@@ -56,7 +56,7 @@ def compress_absmax(absmax: jax.Array, *, core_ndim: int | None = None) -> tuple
     >>> codes.tolist(), scale.tolist(), offset.tolist()
     ([23, 47, 255], [3.0], 3.0)
     """
-    _checks.check_float(absmax, "double quantization")
+    _arguments.check_float(absmax, "double quantization")
     batch, flat = _flat(absmax.astype(jnp.float32), core_ndim)
     finite = jnp.isfinite(flat)
     count = jnp.sum(finite, axis=-1, dtype=jnp.int32)
@@ -68,7 +68,7 @@ def compress_absmax(absmax: jax.Array, *, core_ndim: int | None = None) -> tuple
 @functools.partial(jax.jit, static_argnames=("core_ndim",))
 def expand_absmax(codes: jax.Array, scale: jax.Array, offset: jax.Array, *, core_ndim: int | None = None) -> jax.Array:
     """The f32 absmax that `compress_absmax` stored."""
-    _checks.check_storage(codes, "absmax codes")
+    _arguments.check_storage(codes, "absmax codes")
     batch, flat = _flat(codes, core_ndim)
     groups = math.ceil(flat.shape[-1] / GROUP)
     if scale.shape != batch + (groups,) or offset.shape != batch:
@@ -85,7 +85,7 @@ def expand_absmax(codes: jax.Array, scale: jax.Array, offset: jax.Array, *, core
 
 
 def _flat(x: jax.Array, core_ndim: int | None) -> tuple[tuple[int, ...], jax.Array]:
-    core = _checks.check_core(core_ndim, x.ndim)
+    core = _arguments.check_core(core_ndim, x.ndim)
     batch = x.shape[: x.ndim - core]
     return batch, x.reshape(*batch, math.prod(x.shape[x.ndim - core :]))
 

@@ -13,7 +13,7 @@ from jax import lax
 from eformer import _jax as compat
 from eformer._core import aux_field
 
-from .. import input as _input
+from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
 from . import codec
 
@@ -41,24 +41,21 @@ class Array1B(QuantizedArray):
     kernel_block = None
 
     def __post_init__(self) -> None:
-        _input.check_fields(self, "weight")
+        _arguments.check_fields(self, "weight")
         if self.bits not in (1, 2):
             raise ValueError(f"bits={self.bits!r} is not allowed; use 2 (ternary) or 1 (binary).")
-        if _input.is_array(self.weight) and self.weight.dtype != jnp.uint8:
-            made = self._from_values(self.weight)
-            _input.check_declared_shape(self, made)
-            made = made if self.sharding is None else made.with_sharding(self.sharding)
-            self._adopt(made.replaced(use_kernel=self.use_kernel))
-        elif _input.is_storage(self.weight):
+        if _arguments.is_array(self.weight) and self.weight.dtype != jnp.uint8:
+            self._become(self._from_values(self.weight))
+        elif _arguments.is_storage(self.weight):
             self._check_storage()
-        _input.check_logical_dtype(self, self.format, signed=self.scale is None)
+        _arguments.check_logical_dtype(self, self.format, signed=self.scale is None)
         super().__post_init__()
 
     def _from_values(self, values: Any) -> Array1B:
         dtype = self.__dict__.get("_dtype")
         if self.scale is not None:
             raise TypeError(f"scale= goes with packed uint8 storage, got weight of dtype {values.dtype}.")
-        if _input.is_dense_float(values):
+        if _arguments.is_dense_float(values):
             kind = "ternary" if self.bits == 2 else "binary"
             return type(self).from_float(values, kind, axis=self.axis, dtype=dtype)
         return type(self).quantize(values, dtype, self.axis, bits=self.bits)
@@ -67,10 +64,9 @@ class Array1B(QuantizedArray):
         weight, scale = self.weight, self.scale
         if weight.ndim == 0:
             raise ValueError("packed storage has rank 1 or more, got a scalar.")
-        self.axis, self.pad = _input.axis_and_pad(self, weight.ndim, weight.shape[-1], 8 // self.bits)
-        if self.__dict__.get("_dtype") is None:
-            self.dtype = jnp.int8 if scale is None else scale.dtype
-        if scale is None or not _input.is_storage(scale):
+        self.axis, self.pad = _arguments.axis_and_pad(self, weight.ndim, weight.shape[-1], 8 // self.bits)
+        self._default_dtype(jnp.int8 if scale is None else scale.dtype)
+        if scale is None or not _arguments.is_storage(scale):
             return
         size = weight.shape[-1] * (8 // self.bits) - self.pad
         full = (*weight.shape[:-1], size)
@@ -88,10 +84,6 @@ class Array1B(QuantizedArray):
     @property
     def parts(self) -> tuple[Part, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Part("weight", 1, 8 // self.bits), Part("scale", 1, 1, is_scale=True)
-
-    @property
-    def blocked(self) -> int:
-        return self.axis if self.axis is not None else -1
 
     @property
     def core_ndim(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -149,17 +141,17 @@ class Array1B(QuantizedArray):
             axis: the axis values are packed along; by default the contracted one of `x @ w`.
             bits: 2 for ternary, 1 for binary.
         """
-        array = _input.as_array(array, "Array1B")
+        array = _arguments.as_array(array, "Array1B")
         if array.ndim == 0:
             raise ValueError("Array1B packs arrays of rank 1 or more, got a scalar.")
         if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == bool:
             raise TypeError(f"Array1B packs integers or floating values in {{-1, 0, 1}}, got dtype {array.dtype}.")
         _check_values(array, bits)
-        at = _input.checked_axis(axis, array.ndim)
+        at = _arguments.checked_axis(axis, array.ndim)
         weight = codec.pack(array.astype(jnp.int8), axis=at, bits=bits)
         pad = weight.shape[-1] * (8 // bits) - array.shape[at]
         made = cls(weight, bits=bits, axis=at, pad=pad, dtype=array.dtype if dtype is None else dtype)
-        return _input.keep_sharding(made, array)
+        return _arguments.keep_sharding(made, array)
 
     @classmethod
     def from_float(
@@ -184,18 +176,18 @@ class Array1B(QuantizedArray):
         """
         if kind not in codec.BITS:
             raise ValueError(f"{kind=} is unknown; allowed are {', '.join(map(repr, codec.BITS))}.")
-        array = _input.as_float(array, kind)
+        array = _arguments.as_float(array, kind)
         if isinstance(threshold, (int, float)) and not threshold >= 0:
             raise ValueError(f"{threshold=} is not allowed: give a magnitude of at least 0, or None for 0.5 * std.")
-        at = _input.checked_axis(axis, array.ndim)
+        at = _arguments.checked_axis(axis, array.ndim)
         # Like the other encoders a step function: its derivative is zero, not the scale's alone.
         weight, scales = lax.stop_gradient(codec.encode(array, threshold, kind=kind, axis=at, scale=scale))
         if scales is not None and scale == "tensor":  # one entry per row, so that rows can be sliced
             scales = jnp.broadcast_to(scales, (*weight.shape[:-1], 1))
         pad = weight.shape[-1] * (8 // codec.BITS[kind]) - array.shape[at]
-        dtype = _input.checked_dtype(dtype, array.dtype, kind)
+        dtype = _arguments.checked_dtype(dtype, array.dtype, kind)
         made = cls(weight, scale=scales, bits=codec.BITS[kind], axis=at, pad=pad, dtype=dtype)
-        return _input.keep_sharding(made, array)
+        return _arguments.keep_sharding(made, array)
 
 
 def _check_values(array: jax.Array, bits: int) -> None:

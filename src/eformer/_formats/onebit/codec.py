@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
-from eformer._formats import checks as _checks
 from eformer._formats.onebit.packing import pack as pack
 from eformer._formats.onebit.packing import unpack as unpack
 
@@ -136,9 +136,9 @@ def _prepare(
     w: jax.Array, axis: int, scale: ScaleKind | None, core_ndim: int | None, name: str
 ) -> tuple[jax.Array, int]:
     """The values in the dtype to compute in, and the number of core axes, once all arguments are known to fit."""
-    _checks.check_float(w, name)
-    core = _checks.check_core(core_ndim, w.ndim)
-    _checks.check_axis(axis, core)
+    _arguments.check_float(w, name)
+    core = _arguments.check_core(core_ndim, w.ndim)
+    _arguments.check_axis(axis, core)
     if scale not in ("channel", "tensor", None):
         raise ValueError(f"{scale=} is unknown. Allowed: 'channel', 'tensor', None.")
     return w.astype(jnp.promote_types(w.dtype, jnp.float32)), core

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
-from eformer._formats import checks as _checks
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "bits"))
@@ -28,7 +28,7 @@ def pack(codes: jax.Array, *, axis: int, bits: int) -> jax.Array:
     if not jnp.issubdtype(codes.dtype, jnp.signedinteger):
         raise TypeError(f"Codes to pack must be signed integers (int8), but got dtype {codes.dtype.name}.")
     per_byte = _per_byte(bits)
-    axis = _checks.check_axis(axis, codes.ndim)
+    axis = _arguments.check_axis(axis, codes.ndim)
     at, size = codes.ndim + axis, codes.shape[axis]
     pieces = [_pack_pairs(piece, at, bits) for piece in _blocks.grouped(codes, axis, 2 * per_byte)]
     pairs = _blocks.pairs_last(_blocks.joined(pieces, at), at)
@@ -43,10 +43,10 @@ def unpack(packed: jax.Array, *, axis: int, bits: int, size: int) -> jax.Array:
     >>> unpack(jnp.array([146, 21], jnp.uint8), axis=-1, bits=2, size=5).tolist()
     [1, 0, -1, 1, -1]
     """
-    _checks.check_storage(packed, "Packed codes")
+    _arguments.check_storage(packed, "Packed codes")
     per_byte = _per_byte(bits)
-    at = packed.ndim + _checks.check_axis(axis, packed.ndim)
-    size = _checks.check_size(size, packed.shape[-1], per_byte, "bytes")
+    at = packed.ndim + _arguments.check_axis(axis, packed.ndim)
+    size = _arguments.check_size(size, packed.shape[-1], per_byte, "bytes")
     rows = _blocks.group_at(packed, at, 0)
     lead, trail = rows.shape[: at + 1], rows.shape[at + 1 :]
     place = lax.broadcasted_iota(jnp.uint8, (*lead, per_byte, *trail), at + 1)

@@ -1,4 +1,4 @@
-"""The documented handler functions of a format, all made here from one table.
+"""The documented handler functions of all formats, made from one table.
 
 Each is an ordinary function `handler(primitive, operand..., *args, **params)`: behind the operands it takes what the
 function of `jax.lax` of that name takes, or all parameters of the primitive, as the registry has them. Where storage
@@ -7,6 +7,7 @@ can give the result exactly, it does; else the operands are materialized and JAX
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -182,21 +183,17 @@ _TABLE: dict[str, Handler] = {
 }
 
 
-def documented_handlers(tag: str, module: str) -> dict[str, Handler]:
-    """All documented handlers of a format, by their names."""
-    made = {}
-    for template, function in _TABLE.items():
-        name, operation = template.format(tag), template.split("_{}")[0]
-        made[name] = _named(function, name, module)
-        made[name].__doc__ = f"Handler of {operation} for operands of this format, called as handler(primitive, ...)."
-    return made
+def handler(name: str) -> Handler:
+    """The documented handler of this name, such as `add_nf4_xy`, for the module of its format."""
+    tag = next(t for t in ("nf4", "8bit", "1bit") if f"_{t}_" in name)
+    operation, operands = name.split(f"_{tag}_")
+    function = _TABLE[f"{operation}_{{}}_{operands}"]
 
-
-def _named(function: Handler, name: str, module: str) -> Handler:
-    def handler(primitive: Any, *args: Any, **params: Any) -> Any:
+    @functools.wraps(function)  # keeps the documented signature
+    def documented(primitive: Any, *args: Any, **params: Any) -> Any:
         return function(primitive, *args, **params)
 
-    handler.__name__ = handler.__qualname__ = name
-    handler.__module__ = module
-    handler.__wrapped__ = function  # pyright: ignore[reportFunctionMemberAccess] - keeps the documented signature
-    return handler
+    documented.__name__ = documented.__qualname__ = name
+    documented.__module__ = f"eformer.ops.quantization.implicit_array_{tag}"
+    documented.__doc__ = f"Handler of {operation} for operands of this format, called as handler(primitive, ...)."
+    return documented
