@@ -13,7 +13,10 @@ from eformer.jaximus import implicit
 from .samples import LAYERS, STACK, STACK_D, XD, D, Q, X, tanh_chain
 from .toys import (
     Block8,
+    Const,
     FlatCodes,
+    Plain,
+    Transposed,
     assert_dispatched,
     assert_no_stack,
     assert_same,
@@ -100,6 +103,35 @@ def test_a_carry_the_body_makes_dense_becomes_dense(loop):
 def test_scan_stacks_implicit_outputs():
     result = implicit(lambda w: lax.scan(lambda c, _: (c * 2.0, c), w, None, length=3)[1])(Q)
     assert_same(result, np.stack([D, D * 2, D * 4]))
+
+
+@pytest.mark.parametrize("kind", [Plain, Transposed, Const])
+@pytest.mark.parametrize("place", ["closed over", "carried"])
+def test_scan_stacks_outputs_of_any_type(kind, place):
+    """Without leaves there is nothing to stack: such an output is dense."""
+    w = (
+        Const(3.0, shape=(2, 4), dtype=jnp.float32)
+        if kind is Const
+        else kind(jnp.arange(8.0).reshape(2, 4), jnp.ones(()))
+    )
+    bodies = {"closed over": lambda w: (0.0, lambda c, _: (c, w)), "carried": lambda w: (w, lambda c, _: (c, c))}
+
+    def program(w):
+        start, body = bodies[place](w)
+        return lax.scan(body, start, None, length=3)[1]
+
+    assert_same(implicit(program)(w), np.stack([dense(w)] * 3))
+
+
+@pytest.mark.parametrize("kind", [Plain, Transposed, Const])
+def test_scan_over_rows_of_any_type(kind):
+    w = (
+        Const(3.0, shape=(2, 4), dtype=jnp.float32)
+        if kind is Const
+        else kind(jnp.arange(8.0).reshape(2, 4), jnp.ones(()))
+    )
+    total = implicit(lambda w: lax.scan(lambda c, row: (c + row.sum(), row * 2), 0.0, w))(w)
+    assert_same(total, (np.float32(dense(w).sum()), dense(w) * 2))
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])

@@ -83,7 +83,7 @@ def _batch(args: Any, dims: Any, *, treedef: Any) -> Any:
 
 def can_stack(q: Any) -> bool:
     """May the leaves of `q` gain a leading axis, and mean a stack of such arrays?"""
-    return q.core_ndim is not None or q.__dict__.get("_ranks") is not None
+    return q.core_ndim is not None or bool(q.__dict__.get("_ranks"))  # without leaves there is nothing to gain an axis
 
 
 box_p.def_impl(_dense)
