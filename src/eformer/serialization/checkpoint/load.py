@@ -72,7 +72,8 @@ def restore_like(checkpoint: NamedLeaves, like: Any, *, strict: bool) -> Any:
         stored = checkpoint.aliases.get(stored, stored)
         if stored not in read:  # tied weights stay one object
             read[stored] = checkpoint.read(stored, getattr(leaf, "sharding", None))
-        leaves.append(_checked(read[stored], leaf, name, checkpoint, strict))
+        with about(checkpoint.path, name):
+            leaves.append(_checked(read[stored], leaf, strict))
     return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -86,25 +87,19 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} leaves ({shown})" if names else "nothing"
 
 
-def _checked(value: Any, leaf: Any, name: str, checkpoint: NamedLeaves, strict: bool) -> Any:
+def _checked(value: Any, leaf: Any, strict: bool) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return value
-    found, wanted = (getattr(value, "shape", None), leaf.shape), (getattr(value, "dtype", None), leaf.dtype)
-    if found[0] is None:
-        what = f"is {value!r:.100} of type {type(value).__name__}, but like= has an array of shape {list(found[1])}."
-        fix = f"Put a Python {type(value).__name__}, or anything else without a shape, in its place."
-        raise CheckpointError(what, file=checkpoint.path, tensor=name, fix=fix)
-    if tuple(found[0]) != tuple(found[1]):
-        what = f"has the shape {list(found[0])}, but like= has {list(found[1])}."
-        raise CheckpointError(what, file=checkpoint.path, tensor=name)
-    if strict and wanted[0] != wanted[1]:
-        raise CheckpointError(
-            f"has the dtype {wanted[0]}, but like= has {wanted[1]}.",
-            file=checkpoint.path,
-            tensor=name,
-            fix="Pass strict=False to keep the dtype of the file.",
-        )
+    kind, wanted = type(value).__name__, list(leaf.shape)
+    if not hasattr(value, "shape"):
+        what = f"is {value!r:.100} of type {kind}, but like= has an array of shape {wanted}."
+        raise CheckpointError(what, fix=f"Put a Python {kind}, or anything else without a shape, in its place.")
+    if list(value.shape) != wanted:
+        raise CheckpointError(f"has the shape {list(value.shape)}, but like= has {wanted}.")
+    if strict and value.dtype != leaf.dtype:
+        what = f"has the dtype {value.dtype}, but like= has {leaf.dtype}."
+        raise CheckpointError(what, fix="Pass strict=False to keep the dtype of the file.")
     if strict and isinstance(leaf, ImplicitArray) and type(value) is not type(leaf):
-        what = f"is a {type(value).__name__}, but like= has a {type(leaf).__name__}."
-        raise CheckpointError(what, file=checkpoint.path, tensor=name, fix="Pass strict=False to accept it.")
+        what = f"is a {kind}, but like= has a {type(leaf).__name__}."
+        raise CheckpointError(what, fix="Pass strict=False to accept it.")
     return value

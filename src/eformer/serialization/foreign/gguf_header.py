@@ -100,8 +100,9 @@ def parse_gguf(data: Any, file: Any) -> GgufHeader:
             raise CheckpointError(f"has the metadata {key!r:.100} twice.", file=file)
         metadata[key] = cursor.value(cursor.number("<I"))
     entries = [_tensor_entry(cursor, file) for _ in range(tensors)]
-    first = cursor.position + -cursor.position % _alignment(metadata, file)
-    return GgufHeader(version, metadata, _placed(entries, first, cursor.size, metadata, file))
+    alignment = _alignment(metadata, file)
+    first = cursor.position + -cursor.position % alignment
+    return GgufHeader(version, metadata, _placed(entries, first, cursor.size, alignment, file))
 
 
 def _alignment(metadata: Mapping[str, Any], file: Any) -> int:
@@ -129,9 +130,8 @@ def _tensor_entry(cursor: _Cursor, file: Any) -> tuple[str, tuple[int, ...], Blo
     return name, shape, kind, offset
 
 
-def _placed(entries: Any, first: int, size: int, metadata: Mapping[str, Any], file: Any) -> dict[str, GgufTensor]:
+def _placed(entries: Any, first: int, size: int, alignment: int, file: Any) -> dict[str, GgufTensor]:
     """The tensors, once their places are known to lie in the file, to be aligned and not to overlap."""
-    alignment = _alignment(metadata, file)
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in entries:
         nbytes = math.prod(shape) // kind.values * kind.nbytes
