@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from eformer import _jax
 from eformer.jaximus import implicit, materialization_policy
 
 from .toys import Block8, Plain, assert_same, dense
@@ -282,3 +283,46 @@ def test_decorated_async_generators(q):
 
     for y in asyncio.run(main()):
         assert_same(y, jnp.ones((1, 8)) @ dense(q))
+
+
+def test_a_block_costs_no_entry_in_the_caches_of_jax():
+    f, x = jax.jit(lambda x: x + 1), jnp.ones(2)
+    with implicit:
+        f(x)
+    before = f._cache_size()
+    for _ in range(5):
+        with implicit:
+            f(x)
+            with implicit:
+                f(x)
+    assert f._cache_size() == before
+
+
+def test_requests_that_overlap_leave_nothing_behind():
+    """Each task enters its block before the task before it leaves."""
+    depths = []
+
+    async def request(entered: asyncio.Event, leave: asyncio.Event) -> None:
+        with implicit:
+            entered.set()
+            await leave.wait()
+
+    async def server() -> None:
+        events = [(asyncio.Event(), asyncio.Event()) for _ in range(40)]
+        tasks: list[asyncio.Task[None]] = []
+        for number, (entered, _) in enumerate(events):
+            tasks.append(asyncio.create_task(request(*events[number])))
+            await entered.wait()
+            if number:
+                events[number - 1][1].set()
+                await tasks[number - 1]
+            depth, trace = 0, _jax.current_trace()
+            while trace is not _jax.eval_trace:
+                depth, trace = depth + 1, trace.parent_trace
+            depths.append(depth)
+        events[-1][1].set()
+        await tasks[-1]
+
+    asyncio.run(server())
+    assert set(depths) == {1}
+    assert _jax.current_trace() is _jax.eval_trace

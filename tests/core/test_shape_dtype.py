@@ -269,7 +269,7 @@ def test_placeholders_may_stand_for_children():
     q = Plain(jnp.ones(2), jnp.ones(2))
     specs = jax.tree.map(lambda _: jax.P("x"), q)
     assert isinstance(specs, Plain)
-    assert repr(specs).startswith("Plain(P")
+    assert repr(specs).startswith("Plain(values=P")
     assert jax.tree.map(lambda _: None, q).values is None
     assert jax.tree.structure(jax.tree.map(lambda _: 0, q)) == jax.tree.structure(q)
     shapes = jax.eval_shape(lambda: q)

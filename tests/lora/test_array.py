@@ -114,6 +114,18 @@ def test_half_precision_follows_the_activations():
     close(integers @ lora((8, 10)), integers @ lora((8, 10)).materialize())
 
 
+def test_wide_adapters_are_not_rounded_to_narrow_activations(key: jax.Array):
+    """bf16 times f32 gives f32, and f32 numbers."""
+    keys = jax.random.split(key, 4)
+    x = jax.random.normal(keys[0], (4, 64)).astype(jnp.bfloat16)
+    q = LoraArray(*(jax.random.normal(k, s) for k, s in zip(keys[1:], ((64, 32), (64, 5), (5, 32)), strict=True)))
+    w, a, b = (np.asarray(part, np.float64) for part in (q.w, q.a, q.b))
+    expected = np.asarray(x, np.float64) @ (w + a @ b)
+    for y in (x @ q, jax.jit(jnp.matmul)(x, q), jax.jit(jax.checkpoint(lambda x, q: x @ q))(x, q)):
+        assert y.dtype == jnp.float32
+        assert np.abs(y - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
 def test_transposes_keep_the_rank_where_they_can():
     for q, kept, lost in (
         (lora((8, 10)), [(1, 0)], []),

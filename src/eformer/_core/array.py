@@ -298,11 +298,13 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         return dense if dtype is None else dense.astype(dtype)
 
     def __repr__(self) -> str:
-        leaves = jtu.tree_leaves(self)
-        if any(_shape_dtype.leaf_key(leaf) is None for leaf in leaves):
-            return f"{type(self).__name__}({', '.join(map(repr, leaves))})"
-        shape = ",".join(map(str, self.shape))
-        return f"{type(self).__name__}({self.dtype.name}[{shape}], {self._storage()})"
+        try:
+            shape = ",".join(map(str, self.shape))
+            return f"{type(self).__name__}({self.dtype.name}[{shape}], {self._storage()})"
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, errors.UninitializedAval):
+            # No array: what a `tree_map` made of one. It is shown by its parts.
+            parts = [f"{name}={getattr(self, name)!r}" for name in layout(type(self)).children]
+            return f"{type(self).__name__}({', '.join(parts)})"
 
     def _storage(self) -> str:
         """How the storage is described in `repr`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -50,27 +51,52 @@ class Implicit:
         return with_dispatch  # pyright: ignore[reportReturnType]
 
     def __enter__(self) -> Implicit:
-        trace = ImplicitTrace(_jax.current_trace(), _BLOCK_TAG, is_block=True)
-        open_blocks.set((*open_blocks.get(), trace))
+        mine = open_blocks.get()
+        trace = _outside_blocks(lambda block: block not in mine)
+        if not (isinstance(trace, ImplicitTrace) and trace.is_block):
+            trace = _block_above(trace)
+        trace.entered += 1
+        open_blocks.set((*mine, trace))
         _jax.install_trace(trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # Tasks and generators on one thread may leave in another order than they entered. A closed block passes
-        # everything on, so it is enough to close ours and to uncover the innermost open one.
+        # Tasks and generators on one thread may leave in another order than they entered. A block that is not open
+        # passes everything on, so it is enough to close ours and to uncover the innermost one somebody is in.
         *others, trace = open_blocks.get()
         open_blocks.set(tuple(others))
-        trace.closed = True
-        current = _jax.current_trace()
-        while isinstance(current, ImplicitTrace) and current.closed:
-            current = current.parent_trace
-        _jax.install_trace(current)
+        trace.entered -= 1
+        _jax.install_trace(_outside_blocks(lambda block: not block.entered))
 
     def __repr__(self) -> str:
         return "implicit"
 
 
 implicit = use_implicit = Implicit()
+
+
+def _outside_blocks(of: Callable[[ImplicitTrace], bool]) -> Any:
+    """The current trace, without the blocks on top of it that are such ones."""
+    trace = _jax.current_trace()
+    while isinstance(trace, ImplicitTrace) and trace.is_block and of(trace):
+        trace = trace.parent_trace
+    return trace
+
+
+class _Blocks(threading.local):
+    outermost: ImplicitTrace | None = None
+
+
+_blocks = _Blocks()
+
+
+def _block_above(parent: Any) -> ImplicitTrace:
+    """A block's trace. JAX caches programs per trace, so every outermost block of a thread has the same one."""
+    if parent is not _jax.eval_trace:
+        return ImplicitTrace(parent, _BLOCK_TAG, is_block=True)
+    if _blocks.outermost is None:
+        _blocks.outermost = ImplicitTrace(parent, _BLOCK_TAG, is_block=True)
+    return _blocks.outermost
 
 
 def _is_whole(x: Any) -> bool:

@@ -92,15 +92,16 @@ class ImplicitTracer(_jax.LayeredTracer):
 class ImplicitTrace(_jax.LayeredTrace):
     """Intercepts primitives on ImplicitTracers of its own tag; everything else goes to `parent_trace`."""
 
-    __slots__ = ("closed", "is_block")
+    __slots__ = ("closed", "entered", "is_block")
 
     def __init__(self, parent_trace: Any, tag: Any, is_block: bool = False):
         super().__init__(parent_trace, tag)
         self.closed, self.is_block = False, is_block
+        self.entered = 0  # how often a block was entered and not left yet
 
     def is_open(self) -> bool:
         """A `with` block is open for the asyncio task that entered it, although its trace is current on the thread."""
-        return not self.closed and (not self.is_block or self in open_blocks.get())
+        return self in open_blocks.get() if self.is_block else not self.closed
 
     def unwrap(self, x: Any) -> Any:
         return x.value if type(x) is ImplicitTracer and x.tag is self.tag else x
@@ -193,7 +194,9 @@ def call_handlers(primitive: Any, values: list[Any], params: dict[str, Any], che
     operands, kinds = [], []
     for value in values:
         implicit = isinstance(value, ImplicitArray)
-        operands.append(value if implicit or hasattr(value, "aval") else jnp.asarray(value))
+        # Literals of a program have an aval, too, but no shape.
+        is_array = implicit or (hasattr(value, "aval") and hasattr(value, "shape"))
+        operands.append(value if is_array else jnp.asarray(value))
         kinds.append(type(value) if implicit else jax.Array)
     types = tuple(kinds)
     out = _ask(primitive, name, types, operands, params, check)
@@ -223,8 +226,9 @@ def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dic
 
 def _as_array(value: Any) -> Any:
     """Handlers see arrays, and give arrays: numbers and numpy values become jax.Arrays."""
-    # `isinstance(value, jax.Array)` goes through a metaclass; all of those, and only those, have an aval
-    return value if isinstance(value, ImplicitArray) or hasattr(value, "aval") else jnp.asarray(value)
+    # `isinstance(value, jax.Array)` goes through a metaclass. Those have an aval; so have literals, without a shape.
+    is_array = isinstance(value, ImplicitArray) or (hasattr(value, "aval") and hasattr(value, "shape"))
+    return value if is_array else jnp.asarray(value)
 
 
 def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expected: list[Any] | None) -> Any:

@@ -6,12 +6,31 @@ last, as `lead + trail + (groups, ...)`. Nothing here merges axes, so a sharding
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from eformer import _jax as compat
+
+
+def common(*dtypes: Any) -> Any:
+    """The dtype that holds values of all of these, whatever promotions the user has forbidden for programs.
+
+    >>> with jax.numpy_dtype_promotion("strict"):
+    ...     common(jnp.bfloat16, jnp.float32)
+    dtype('float32')
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
+
+
+def wide(*dtypes: Any) -> Any:
+    """The dtype to compute in: that of all of these, and float32 at least."""
+    return common(jnp.dtype("float32"), *dtypes)
 
 
 def grouped(x: jax.Array, axis: int, group: int) -> list[jax.Array]:

@@ -19,6 +19,7 @@ from . import gradients as _gradients
 from . import lookup as _lookup
 from . import shapes as _shapes
 from .base import QuantizedArray
+from .blocks import wide
 
 
 @register("transpose")
@@ -139,7 +140,7 @@ def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
     if scale is not None and scale.size > 1 and any(scale.shape[free.index(axis)] == 1 for axis in varying):
         return NotImplemented
     moved = factor.reshape(*[factor.shape[axis] for axis in free], *[1] * part.tail)
-    moved = moved.astype(jnp.promote_types(moved.dtype, jnp.float32))
+    moved = moved.astype(wide(moved.dtype))
     return q.scaled(1 / moved if divide else moved, dtype, traced=traced)
 
 

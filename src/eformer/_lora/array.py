@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer._core import ImplicitArray, aux_field, materialize
 from eformer._formats import sharding as _sharding
 from eformer._formats.arguments import is_storage
+from eformer._formats.blocks import wide
 
 
 @dataclasses.dataclass
@@ -75,8 +76,8 @@ class LoraArray(ImplicitArray, frozen=True):
     def materialize(self) -> jax.Array:
         """The dense array, summed in f32 at least and rounded once to the dtype of `w`."""
         dense, update = materialize(self.frozen()), self.update()
-        wide = jnp.promote_types(jnp.promote_types(dense.dtype, update.dtype), jnp.float32)
-        return (dense.astype(wide) + update.astype(wide)).astype(dense.dtype)
+        dtype = wide(dense.dtype, update.dtype)
+        return (dense.astype(dtype) + update.astype(dtype)).astype(dense.dtype)
 
     # -- sharding ------------------------------------------------------------------------------------------------------
 
@@ -104,12 +105,6 @@ class LoraArray(ImplicitArray, frozen=True):
             jax.device_put(x, NamedSharding(sharding.mesh, s)) for x, s in ((self.a, specs.a), (self.b, specs.b))
         )
         return self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, *factors))
-
-    def __repr__(self) -> str:
-        if is_storage(self.w, self.a, self.b):
-            return super().__repr__()
-        # Its parts were taken out by `split_trainable`.
-        return f"LoraArray(w={self.w!r}, a={self.a!r}, b={self.b!r})"
 
     def _storage(self) -> str:
         return f"{self.format}, {self.nbytes:,} bytes"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eformer._core import ImplicitArray, default_handler, implicit, materialize, register
+from eformer._formats.blocks import common, wide
 from eformer._formats.lookup import without_whole_axes
 
 from .array import LoraArray
@@ -42,8 +43,7 @@ def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict
     precision = params.get("precision")
     if isinstance(precision, tuple) and q_first:
         precision = precision[::-1]
-    wide = jnp.promote_types(dtype, jnp.float32)
-    options = {"precision": precision, "preferred_element_type": wide}
+    options = {"precision": precision, "preferred_element_type": wide(dtype)}
     low = jnp.einsum(x.astype(dtype), labels["x"], first.astype(dtype), first_labels, middle, **options)
     low = (low * q.scale).astype(dtype)
     update = jnp.einsum(low, middle, second.astype(dtype), second_labels, out, **options)
@@ -51,8 +51,8 @@ def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict
 
 
 def _factor_dtype(x: jax.Array, q: LoraArray) -> Any:
-    """Adapters follow the activations: trained in f32, computed in the dtype of x."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
+    """Adapters follow the product: trained in f32, computed in what x and the weight have in common."""
+    return common(x.dtype, q.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
 
 
 def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
@@ -103,7 +103,7 @@ def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: 
         return NotImplemented
     first, second = (q.a, q.b) if tuple(q_axes) == (1,) else (q.b.mT, q.a.mT)
     dtype = _factor_dtype(x, q)
-    options = {"precision": params.get("precision"), "preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
+    options = {"precision": params.get("precision"), "preferred_element_type": wide(dtype)}
     low = lax.ragged_dot(x.astype(dtype), first.astype(dtype), group_sizes, **options)
     update = lax.ragged_dot((low * q.scale).astype(dtype), second.astype(dtype), group_sizes, **options)
     return base + update.astype(base.dtype)
@@ -209,5 +209,5 @@ def _picked_axis(q: LoraArray, sizes: Sequence[int]) -> int | None:
 
 def _sum(base: Any, update: jax.Array) -> jax.Array:
     dense = materialize(base)
-    wide = jnp.promote_types(jnp.promote_types(dense.dtype, update.dtype), jnp.float32)
-    return (dense.astype(wide) + update.astype(wide)).astype(dense.dtype)
+    dtype = wide(dense.dtype, update.dtype)
+    return (dense.astype(dtype) + update.astype(dtype)).astype(dense.dtype)

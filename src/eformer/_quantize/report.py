@@ -14,6 +14,7 @@ import numpy as np
 
 from eformer import _table
 from eformer._core import ImplicitArray, materialize
+from eformer._formats.blocks import wide
 
 from .paths import open_tree
 
@@ -157,12 +158,12 @@ def _leaf_nbytes(x: Any) -> int:
 @jax.jit
 def _energies(value: Any, original: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sums of squares of the difference and of the original, in f32 at least, in units of the largest value."""
-    wide = jnp.promote_types(original.dtype, jnp.float32)
-    original = original.astype(wide)
+    dtype = wide(original.dtype)
+    original = original.astype(dtype)
     peak = jnp.max(jnp.abs(original), initial=0)
-    unit = jnp.where((peak >= jnp.finfo(wide).tiny) & jnp.isfinite(peak), peak, 1)  # squares of it may not be numbers
+    unit = jnp.where((peak >= jnp.finfo(dtype).tiny) & jnp.isfinite(peak), peak, 1)  # squares of it may not be numbers
     original = original / unit
-    difference = materialize(value).astype(wide) / unit - original
+    difference = materialize(value).astype(dtype) / unit - original
     return jnp.sum(jnp.square(difference)), jnp.sum(jnp.square(original))
 
 

@@ -14,6 +14,7 @@ from eformer import _jax as compat
 from eformer._core import aux_field
 
 from .. import arguments as _arguments
+from .. import blocks as _blocks
 from ..base import Part, QuantizedArray
 from . import codec
 
@@ -125,8 +126,7 @@ class Array1B(QuantizedArray):
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Array1B:
         if self.scale is not None:
             return super().scaled(factor, dtype, traced=traced)
-        wide = jnp.promote_types(factor.dtype, jnp.float32)
-        scale = jnp.broadcast_to(factor.astype(wide), (*self.weight.shape[:-1], 1))
+        scale = jnp.broadcast_to(factor.astype(_blocks.wide(factor.dtype)), (*self.weight.shape[:-1], 1))
         return self.with_factor(scale, dtype=dtype) if traced else self.replaced(scale=scale, dtype=dtype)
 
     @classmethod

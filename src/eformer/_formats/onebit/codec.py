@@ -141,7 +141,7 @@ def _prepare(
     _arguments.check_axis(axis, core)
     if scale not in ("channel", "tensor", None):
         raise ValueError(f"{scale=} is unknown. Allowed: 'channel', 'tensor', None.")
-    return w.astype(jnp.promote_types(w.dtype, jnp.float32)), core
+    return w.astype(_blocks.wide(w.dtype)), core
 
 
 def _reduce(x: jax.Array, axis: int, scale: ScaleKind, core: int) -> jax.Array:
