@@ -80,8 +80,13 @@ def test_kernels_says_what_runs():
 
 
 def test_inspect_shows_a_file(tmp_path):
-    file = ef.save(tmp_path / "m.safetensors", {"w": ef.quantize(jnp.ones((64, 32)), dtype="nf4"), "b": jnp.zeros(32)})
+    file = ef.save(
+        tmp_path / "m.safetensors",
+        {"w": ef.quantize(jnp.ones((64, 32)), dtype="nf4"), "b": jnp.zeros(32)},
+        metadata={"from": "here"},
+    )
     found = ef.inspect(file)
+    assert found.metadata == {"from": "here"}
     assert sorted((t.path, t.format, t.shape, t.nbytes) for t in found.tensors) == [
         ("b", "dense", (32,), 128),
         ("w", "nf4", (64, 32), 1152),
