@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# Filled in by `_trace`, which stands above this module: runs f(*args) with dispatch.
+# Filled in by `trace`, which stands above this module: runs f(*args) with dispatch.
 apply: Callable[..., Any] = NotImplemented
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")

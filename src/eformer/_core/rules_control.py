@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax
-from eformer import errors as errors
+from eformer import _jax, errors
 
 from . import shape_dtype as _shape_dtype
 from .box import can_stack
