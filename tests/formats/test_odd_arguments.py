@@ -108,6 +108,13 @@ def test_arrays_made_inside_vmap_may_be_mapped_anywhere(name: str, key: jax.Arra
         expected = [STACKS[name](w[:, i], -1).materialize().sum(-1) for i in range(8)]
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
+    # Children mapped by hand, along an axis that the array could not be mapped along.
+    stack, one = STACKS["nf4"](w, -1), STACKS["nf4"](w[0], -1)
+    treedef = jax.tree.structure(one)
+    last = [jnp.moveaxis(leaf, 0, 2) for leaf in jax.tree.leaves(stack)]
+    got = jax.vmap(lambda *leaves: jax.tree.unflatten(treedef, leaves).sum(-1), in_axes=2)(*last)
+    np.testing.assert_allclose(got, stack.materialize().sum(-1), atol=1e-5)
+
 
 @pytest.mark.parametrize("fmt", ["nf4", "int8", "ternary", "binary"])
 def test_straight_through_by_hand(fmt: str, key: jax.Array) -> None:
