@@ -107,6 +107,8 @@ class LoraArray(ImplicitArray, frozen=True):
         return self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, *factors))
 
     def _storage(self) -> str:
+        if not is_storage(self.a, self.b):
+            raise TypeError("its factors were taken out by `split_trainable`")
         return f"{self.format}, {self.nbytes:,} bytes"
 
 
