@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from eformer import _table
 from eformer._quantize.config import Axis, quantize_stack
 from eformer._quantize.paths import named_leaf
 from eformer._quantize.plan import MIN_SIZE, SKIP, Decision, Plan, plan
@@ -45,7 +46,7 @@ class StreamedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class StreamReport:
-    """The outcome of `quantize_file`."""
+    """The outcome of `quantize_file`. Prints as a table."""
 
     path: Path
     leaves: tuple[StreamedLeaf, ...]
@@ -60,6 +61,11 @@ class StreamReport:
     @property
     def nbytes_out(self) -> int:
         return sum(leaf.nbytes_out for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        rows = [[x.name, x.format, f"{x.nbytes_in:,}", f"{x.nbytes_out:,}", x.reason] for x in self.leaves]
+        total = f"{self.path}: {self.nbytes_in:,} bytes to {self.nbytes_out:,}"
+        return "\n".join([*_table.lines(("name", "format", "bytes before", "after", "why"), rows), total])
 
 
 def quantize_file(
