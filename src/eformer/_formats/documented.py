@@ -197,3 +197,9 @@ def handler(name: str) -> Handler:
     documented.__module__ = f"eformer.ops.quantization.implicit_array_{tag}"
     documented.__doc__ = f"Handler of {operation} for operands of this format, called as handler(primitive, ...)."
     return documented
+
+
+def public_names(namespace: dict[str, Any]) -> list[str]:
+    """What `import *` takes from a documented module: its own names, and not those it imports from elsewhere."""
+    ours = [name for name, value in namespace.items() if getattr(value, "__module__", "").startswith("eformer")]
+    return [name for name in ours if not name.startswith("_")]

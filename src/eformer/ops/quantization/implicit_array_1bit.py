@@ -12,6 +12,7 @@ True
 from __future__ import annotations
 
 from eformer._formats.documented import handler as _handler
+from eformer._formats.documented import public_names as _public_names
 from eformer._formats.onebit.array import Array1B as Array1B
 from eformer._formats.training import straight_through_1bit as straight_through_1bit
 
@@ -36,3 +37,4 @@ gather_1bit_operand = _handler("gather_1bit_operand")
 reshape_1bit_operand = _handler("reshape_1bit_operand")
 transpose_1bit_operand = _handler("transpose_1bit_operand")
 div_1bit_xy_fallback = div_1bit_xy
+globals().update(__all__=_public_names(globals()))

@@ -11,6 +11,7 @@ dtype(bfloat16)
 from __future__ import annotations
 
 from eformer._formats.documented import handler as _handler
+from eformer._formats.documented import public_names as _public_names
 from eformer._formats.int8.array import Array8B as Array8B
 from eformer._formats.int8.matmul import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
 from eformer._formats.training import straight_through_8bit as straight_through_8bit
@@ -35,3 +36,4 @@ broadcast_in_dim_8bit_operand = _handler("broadcast_in_dim_8bit_operand")
 gather_8bit_operand = _handler("gather_8bit_operand")
 reshape_8bit_operand = _handler("reshape_8bit_operand")
 transpose_8bit_operand = _handler("transpose_8bit_operand")
+globals().update(__all__=_public_names(globals()))

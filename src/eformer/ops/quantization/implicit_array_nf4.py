@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from eformer._formats.documented import handler as _handler
+from eformer._formats.documented import public_names as _public_names
 from eformer._formats.nf4.array import ArrayNF4 as ArrayNF4
 from eformer._formats.training import straight_through_nf4 as straight_through_nf4
 
@@ -49,3 +50,4 @@ broadcast_in_dim_nf4_operand = _handler("broadcast_in_dim_nf4_operand")
 gather_nf4_operand = _handler("gather_nf4_operand")
 reshape_nf4_operand = _handler("reshape_nf4_operand")
 transpose_nf4_operand = _handler("transpose_nf4_operand")
+globals().update(__all__=_public_names(globals()))
