@@ -227,7 +227,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     @classmethod
     def default_handler(cls, primitive: Any, *args: Any, params: dict[str, Any] | None = None) -> Any:
-        """What happens to a primitive nobody registered a handler for: materialize, then bind."""
+        """What happens to a primitive without a handler: materialize, then bind."""
         return _materialization.materialize_handler(primitive, *args, params=params or {})
 
     # -- the pytree ----------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def _as_shape(value: Any) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, value))
     except TypeError as err:
-        raise TypeError(f"shape={value!r} is no shape; give a sequence of integers, such as (64, 32).") from err
+        raise TypeError(f"shape={value!r} is not a shape; give a sequence of integers, such as (64, 32).") from err
 
 
 def _canonical_dtype(dtype: Any) -> Any:

@@ -76,7 +76,7 @@ class handling:
 
 
 def _notice(q: Any) -> None:
-    """Record that `q` is about to be materialized, and let the policy speak if nobody asked for it by name."""
+    """Record that `q` is about to be materialized, and apply the policy unless it was requested by name."""
     primitive = None if state.requested else state.primitive
     policy = "allow" if primitive is None else policy_in_force()
     warn = policy == "warn" and q.warn_on_materialize
@@ -189,7 +189,7 @@ def _check(q: Any, out: Any) -> None:
 
 
 def materialize(x: Any) -> Any:
-    """The dense array behind `x`, however deeply nested; anything that is no implicit array is returned unchanged."""
+    """The dense array behind `x`, however deeply nested; anything else is returned unchanged."""
     while isinstance(x, ArrayOperators):
         x = x.materialize()
     return x

@@ -131,7 +131,7 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
 
 
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
-    if matrix.format not in FORMATS:  # somebody's own, which the kernels cannot read
+    if matrix.format not in FORMATS:  # a user's own, which the kernels cannot read
         options.pop("out_sharding", None)
         return _panels.product(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()

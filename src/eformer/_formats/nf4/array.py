@@ -37,7 +37,7 @@ class CompressedAbsmax(ImplicitArray, frozen=True, warn_on_materialize=False):
         return jnp.dtype(jnp.float32)
 
     def expanded(self) -> jax.Array:
-        """The absmax in f32: small, and needed whole by every product, so it is no materialization to speak of."""
+        """The absmax in f32: small, and needed whole by every product, so this does not count as a materialization."""
         return codec.expand_absmax(self.codes, self.scale, self.offset, core_ndim=self.core)
 
     def materialize(self) -> jax.Array:

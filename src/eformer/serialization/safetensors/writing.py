@@ -56,7 +56,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def open_own(path: Path, flags: int) -> int:
     """The descriptor of a hidden file of this library, created if need be. Links are not followed.
 
-    Its name is known beforehand, so that somebody may have put a link to another file there.
+    Its name is known beforehand, so there may be a link to another file under it.
     """
     try:
         return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
