@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eformer import _jax
+from eformer._jax import traces
 from eformer.jaximus import implicit, materialization_policy
 
 from .toys import Block8, Plain, assert_same, dense
@@ -316,8 +316,8 @@ def test_requests_that_overlap_leave_nothing_behind():
             if number:
                 events[number - 1][1].set()
                 await tasks[number - 1]
-            depth, trace = 0, _jax.current_trace()
-            while trace is not _jax.eval_trace:
+            depth, trace = 0, traces.current_trace()
+            while trace is not traces.eval_trace:
                 depth, trace = depth + 1, trace.parent_trace
             depths.append(depth)
         events[-1][1].set()
@@ -325,4 +325,4 @@ def test_requests_that_overlap_leave_nothing_behind():
 
     asyncio.run(server())
     assert set(depths) == {1}
-    assert _jax.current_trace() is _jax.eval_trace
+    assert traces.current_trace() is traces.eval_trace

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from eformer import _jax, _messages, errors
+from eformer import _messages, errors
+from eformer._jax import callers, traces
 
 from . import materialization as _materialization
 from . import shape_dtype as _shape_dtype
@@ -70,9 +71,9 @@ class _JaxArrayProtocol:
     """
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None or _jax.read_by_array_operator():
+        if instance is None or callers.read_by_array_operator():
             return None
-        if _jax.read_by_array_constructor() and _jax.current_trace() is _jax.eval_trace:
+        if callers.read_by_array_constructor() and traces.current_trace() is traces.eval_trace:
             return functools.partial(_materialization.materialize_on_request, instance)
         return functools.partial(box, instance)
 
@@ -146,7 +147,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
             setattr(cls, "materialize", _materialization.instrumented(cls.__dict__["materialize"]))  # noqa: B010
         fast = _flatten if cls.tree_flatten_with_keys is ImplicitArray.tree_flatten_with_keys else None
         jtu.register_pytree_with_keys(cls, lambda q: q.tree_flatten_with_keys(), cls.tree_unflatten, fast)
-        _jax.register_value_type(cls, _shape_dtype.aval_of, box)
+        traces.register_value_type(cls, _shape_dtype.aval_of, box)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is ImplicitArray or cls.materialize is ImplicitArray.materialize:

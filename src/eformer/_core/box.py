@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax
+from eformer._jax import jaxprs, primitives
+from eformer._jax.avals import ShapedArray
 
 from . import shape_dtype as _shape_dtype
 from .materialization import dense_for
 from .operators import ArrayOperators
 
-box_p = _jax.Primitive("implicit_box")
+box_p = primitives.Primitive("implicit_box")
 
 
 def box(q: Any) -> Any:
@@ -43,7 +44,7 @@ def _dense(*leaves: Any, treedef: Any) -> Any:
 
 def _abstract(*avals: Any, treedef: Any) -> Any:
     q = unbox([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], treedef)
-    return _jax.ShapedArray(*_shape_dtype.shape_and_dtype(q))
+    return ShapedArray(*_shape_dtype.shape_and_dtype(q))
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:
@@ -60,7 +61,7 @@ def jvp_of_moving(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
 
     The others stay as they are: a type may refuse to be differentiated, and must be told apart from one that is not.
     """
-    moving = [i for i, t in enumerate(tangents) if not _jax.is_symbolic_zero(t)]
+    moving = [i for i, t in enumerate(tangents) if not jaxprs.is_symbolic_zero(t)]
 
     def along(*operands: Any) -> Any:
         return f(*(dict(zip(moving, operands, strict=True)).get(i, p) for i, p in enumerate(primals)))
@@ -88,7 +89,7 @@ def can_stack(q: Any) -> bool:
 
 box_p.def_impl(_dense)
 box_p.def_abstract_eval(_abstract)
-_jax.define_lowering(box_p, _dense)
-_jax.ad.primitive_jvps[box_p] = _jvp
-_jax.ad.primitive_transposes[box_p] = _transpose
-_jax.batching.primitive_batchers[box_p] = _batch
+primitives.define_lowering(box_p, _dense)
+primitives.ad.primitive_jvps[box_p] = _jvp
+primitives.ad.primitive_transposes[box_p] = _transpose
+primitives.batching.primitive_batchers[box_p] = _batch

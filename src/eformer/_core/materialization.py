@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax, _messages, errors
+from eformer import _messages, errors
 from eformer import _settings as settings
+from eformer._jax import callers, traces
 from eformer._record import record, recording
 
 from . import shape_dtype as _shape_dtype
@@ -82,8 +83,8 @@ def _notice(q: Any) -> None:
     warn = policy == "warn" and q.warn_on_materialize
     if not (recording() or warn or policy == "error"):
         return
-    replayed = _jax.replayed_location()
-    where = replayed or _jax.calling_location()
+    replayed = callers.replayed_location()
+    where = replayed or callers.calling_location()
     facts = _facts(q, q.shape, primitive, where)
     record("materialize", dtype=q.dtype, **facts)
     if policy == "error":
@@ -109,7 +110,7 @@ def _facts(q: Any, shape: Sequence[int], primitive: Any, where: tuple[str, int])
 def notice_lookup(q: Any, shape: Sequence[int]) -> None:
     """Record that a lookup decodes values of this shape from `q`. They are activations: no policy refuses them."""
     if recording():
-        where = _jax.replayed_location() or _jax.calling_location()
+        where = callers.replayed_location() or callers.calling_location()
         record("decode", dtype=q.dtype, **_facts(q, shape, state.primitive, where))
 
 
@@ -126,7 +127,7 @@ def collecting_notices(notices: list[Any]) -> Iterator[None]:
 def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
     """Warn the code that is running about what was noticed, for these types, when the function it calls was traced."""
     if policy_in_force() == "warn":
-        where = _jax.replayed_location() or _jax.calling_location()
+        where = callers.replayed_location() or callers.calling_location()
         for kind, primitive, message in tuple(notices):
             if kind in types:
                 _warn_once(kind, primitive, message, where)
@@ -260,7 +261,7 @@ def _after_failure(q: Any, err: BaseException, on_failure: str) -> Any:
 
 def default_handler(primitive: Any, *args: Any, **params: Any) -> Any:
     """Bind a primitive as JAX would."""
-    return primitive.bind(*args, **_jax.bind_params(primitive, params))
+    return primitive.bind(*args, **traces.bind_params(primitive, params))
 
 
 def materialize_handler(primitive: Any, *vals: Any, params: dict[str, Any]) -> Any:

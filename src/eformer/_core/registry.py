@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import jax
 import plum
 
-from eformer import _jax, _messages, errors
+from eformer import _messages, errors
+from eformer._jax import primitives
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Any])
 
@@ -159,15 +160,15 @@ def register(primitive: Any, *, precedence: int = 0) -> Callable[[HandlerT], Han
 def canonical_name(primitive: Any) -> str:
     """The name handlers are filed under."""
     if not isinstance(primitive, str):
-        if not isinstance(primitive, _jax.Primitive):
+        if not isinstance(primitive, primitives.Primitive):
             kind = type(primitive).__name__
             raise errors.UnknownPrimitiveError(f"register takes a primitive or its name, got {primitive!r} ({kind}).")
         return _ALIASES.get(str(primitive.name), str(primitive.name))
     name: str = _ALIASES.get(primitive, primitive)
-    known = _jax.primitive_names()
+    known = primitives.primitive_names()
     if name in known:
         return name
-    in_lax = _jax.lax_primitive(primitive)
+    in_lax = primitives.lax_primitive(primitive)
     if in_lax is not None:
         return canonical_name(in_lax)
     close = difflib.get_close_matches(primitive, sorted(known | set(_ALIASES)), n=5)
@@ -182,7 +183,7 @@ def _describe(fn: Callable[..., Any], precedence: int, namespace: dict[str, Any]
     hints = _type_hints(fn, namespace)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     first = positional[0].name if positional else ""
-    wants_primitive = first in ("primitive", "prim") or hints.get(first) is _jax.Primitive
+    wants_primitive = first in ("primitive", "prim") or hints.get(first) is primitives.Primitive
     # Positional parameters with a default are parameters of the primitive, never operands.
     operands = [p for p in positional if p.default is p.empty][int(wants_primitive) :]
     rest = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax
+from eformer._jax import jaxprs, traces
 
 from .materialization import collecting_notices, dense_for, materialize, repeat_notices
 from .placement import child_shardings
@@ -27,7 +27,7 @@ _jit_lock = threading.Lock()
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    if _jax.inlined_early(params["inline"]) and _jax.current_trace() is not _jax.eval_trace:
+    if jaxprs.inlined_early(params["inline"]) and traces.current_trace() is not traces.eval_trace:
         return call_jaxpr(params["jaxpr"], values)
     in_shardings = ()
     for sharding in params["in_shardings"]:
@@ -96,7 +96,7 @@ def _jit_options(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> dict[
     options: dict[str, Any] = {
         "donate_argnums": tuple(i for i, donated in enumerate(params["donated_invars"]) if donated),
         "keep_unused": params["keep_unused"],
-        "inline": _jax.inlined_early(params["inline"]),
+        "inline": jaxprs.inlined_early(params["inline"]),
     }
     if any(isinstance(s, jax.sharding.Sharding) for s in params["out_shardings"]):
         options["out_shardings"] = [
@@ -136,12 +136,12 @@ def _inlined(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[
 def _hi_primitive(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """Higher-level primitives: jax.numpy's own are expanded; one with a user's derivative rule is never taken apart."""
     hi = params["_prim"]
-    remat = _jax.remat_hi_primitive(hi)
+    remat = jaxprs.remat_hi_primitive(hi)
     if remat is not None:
         jaxpr, prevent_cse, policy = remat
         return _checkpointed(jaxpr, prevent_cse, policy, values)
-    if _jax.is_jnp_hi_primitive(hi):
-        return run(functools.partial(_jax.lower_hi_primitive, primitive, **params), values)
+    if jaxprs.is_jnp_hi_primitive(hi):
+        return run(functools.partial(jaxprs.lower_hi_primitive, primitive, **params), values)
     return primitive.bind(*(dense_for(primitive, v) for v in values), **params)
 
 

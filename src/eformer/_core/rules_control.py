@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax, errors
+from eformer import errors
+from eformer._jax import jaxprs
 
 from . import shape_dtype as _shape_dtype
 from .box import can_stack
@@ -65,7 +66,7 @@ def _common(outs: Sequence[Any]) -> Any:
 @rule("scan")
 def _scan(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     jaxpr, length = params["jaxpr"], params["length"]
-    n_consts, n_carry = _jax.scan_counts(params)
+    n_consts, n_carry = jaxprs.scan_counts(params)
     consts, carry, xs = values[:n_consts], values[n_consts : n_consts + n_carry], values[n_consts + n_carry :]
     xs = [x if not is_implicit(x) or can_slice(x) else dense_for(primitive, x) for x in xs]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax
+from eformer._jax import jaxprs, traces
 
 from .box import jvp_of_moving
 from .materialization import dense_for, materialize
@@ -23,7 +23,7 @@ from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
 
 
 def _traced(trace: ImplicitTrace, function: Any) -> Callable[..., list[Any]]:
-    return lambda *values: run(functools.partial(_jax.called, function), values, trace.tag)
+    return lambda *values: run(functools.partial(jaxprs.called, function), values, trace.tag)
 
 
 def _dense_results(primitive: Any, f: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -38,8 +38,8 @@ def _handled(trace: ImplicitTrace, primitive: Any, values: list[Any], params: di
         run_it = _traced(trace, function)
         return lambda *args: called.append(name) or run_it(*args)
 
-    functions = {k: callable_one(k, v) for k, v in params.items() if _jax.is_function(v)}
-    with _jax.set_current_trace(trace.parent_trace):
+    functions = {k: callable_one(k, v) for k, v in params.items() if jaxprs.is_function(v)}
+    with traces.set_current_trace(trace.parent_trace):
         out = call_handlers(primitive, values, {**params, **functions}, check=False)
         if out is NotImplemented:
             return out
@@ -58,7 +58,7 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     differentiate = _dense_results(primitive, _traced(trace, jvp))
     if not any(map(is_implicit, values)):
         functions = {"fun": call, "jvp": differentiate}
-        return _jax.bind_functions(primitive, trace.parent_trace, values, params, functions)
+        return jaxprs.bind_functions(primitive, trace.parent_trace, values, params, functions)
     handled = _handled(trace, primitive, values, params)
     if handled is not NotImplemented:
         return handled
@@ -67,13 +67,13 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
 
     def jvp_rule(primals: Any, tangents: Any) -> Any:
         pairs = [_dense_pair(primitive, p, t) for p, t in zip(primals, tangents, strict=True)]
-        moves = [t if symbolic_zeros else _jax.instantiated(t) for _, t in pairs]
+        moves = [t if symbolic_zeros else jaxprs.instantiated(t) for _, t in pairs]
         out = differentiate(*[p for p, _ in pairs], *moves)
         return out[: len(out) // 2], out[len(out) // 2 :]
 
     # Zeros stay symbolic up to here, so that only operands with a tangent are differentiated.
     f.defjvp(jvp_rule, symbolic_zeros=True)
-    with _jax.set_current_trace(trace.parent_trace):
+    with traces.set_current_trace(trace.parent_trace):
         return f(*values)
 
 
@@ -83,8 +83,8 @@ def _dense_pair(primitive: Any, primal: Any, tangent: Any) -> tuple[Any, Any]:
         return primal, tangent
     leaves, treedef = jtu.tree_flatten(primal)
     tangents = treedef.flatten_up_to(tangent)
-    if all(map(_jax.is_symbolic_zero, tangents)):
-        return dense_for(primitive, primal), _jax.symbolic_zero(primal.aval)
+    if all(map(jaxprs.is_symbolic_zero, tangents)):
+        return dense_for(primitive, primal), jaxprs.symbolic_zero(primal.aval)
     return jvp_of_moving(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), leaves, tangents)
 
 
@@ -97,7 +97,7 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     call = _dense_results(primitive, _traced(trace, fun))
     if not any(map(is_implicit, values)):
         functions = {"fun": call, "fwd": _dense_results(primitive, _traced(trace, fwd)), "bwd": bwd}
-        return _jax.bind_functions(primitive, trace.parent_trace, values, params, functions)
+        return jaxprs.bind_functions(primitive, trace.parent_trace, values, params, functions)
     handled = _handled(trace, primitive, values, params)
     if handled is not NotImplemented:
         return handled
@@ -108,7 +108,7 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
         vals, moving = _split_perturbed(args)
         perturbed = moving if symbolic_zeros else [True] * len(vals)
         flat = _traced(trace, fwd)(*[x for pair in zip(vals, perturbed, strict=True) for x in pair])
-        residuals, out = _jax.split_forward(flat, vals, params)
+        residuals, out = jaxprs.split_forward(flat, vals, params)
         wanted = [
             _split_leaves(a) if is_implicit(v) and m else None for a, v, m in zip(args, vals, moving, strict=True)
         ]
@@ -116,13 +116,13 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
 
     def backward_rule(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         residuals, wanted = saved
-        cotangents = cotangents if symbolic_zeros else list(map(_jax.instantiated, cotangents))
-        out = run(functools.partial(_jax.called_backward, bwd), [*residuals, *cotangents], trace.tag)
+        cotangents = cotangents if symbolic_zeros else list(map(jaxprs.instantiated, cotangents))
+        out = run(functools.partial(jaxprs.called_backward, bwd), [*residuals, *cotangents], trace.tag)
         return tuple(_pull_back(v, leaves, ct) for v, leaves, ct in zip(values, wanted, out, strict=True))
 
     # Symbolic zeros tell which operands are differentiated: only those are pulled back to their children.
     f.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
-    with _jax.set_current_trace(trace.parent_trace):
+    with traces.set_current_trace(trace.parent_trace):
         return f(*values)
 
 
@@ -146,12 +146,12 @@ def _split_leaves(arg: Any) -> tuple[list[Any], list[Any]]:
 def _pull_back(value: Any, leaves: Any, cotangent: Any) -> Any:
     """The cotangent of an operand: for an implicit one, pulled back through `materialize` to the children that move."""
     if not is_implicit(value):
-        return None if _jax.is_symbolic_zero(cotangent) else cotangent
+        return None if jaxprs.is_symbolic_zero(cotangent) else cotangent
     if leaves is None:
         return None
     moving, fixed = leaves
     treedef = jtu.tree_structure(value)
-    if cotangent is None or _jax.is_symbolic_zero(cotangent):
+    if cotangent is None or jaxprs.is_symbolic_zero(cotangent):
         cotangent = jnp.zeros(value.shape, value.dtype)
 
     def dense(*operands: Any) -> Any:
@@ -178,23 +178,23 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
     for value, spec in zip(values, params["in_specs"], strict=True):
         per_leaf = child_specs(value, spec) if is_implicit(value) else [spec]
         if per_leaf is None:
-            with _jax.set_current_trace(trace.parent_trace):
+            with traces.set_current_trace(trace.parent_trace):
                 value, per_leaf = dense_for(primitive, value), [spec]
         args.append(value)
         specs.extend(per_leaf)
     leaves, treedef = jtu.tree_flatten(args)
 
     def body(*leaves: Any) -> Any:
-        inner = ImplicitTrace(_jax.current_trace(), trace.tag)
-        with _jax.set_current_trace(inner):
+        inner = ImplicitTrace(traces.current_trace(), trace.tag)
+        with traces.set_current_trace(inner):
             out = fun(*map(inner.wrap, jtu.tree_unflatten(treedef, leaves)))
-        return _jax.map_results(lambda t: dense_for(primitive, inner.unwrap(t)), out)
+        return jaxprs.map_results(lambda t: dense_for(primitive, inner.unwrap(t)), out)
 
-    return _jax.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
+    return jaxprs.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
 
 
 def _handled_shard_map(trace: ImplicitTrace, primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
-    with _jax.set_current_trace(trace.parent_trace):
+    with traces.set_current_trace(trace.parent_trace):
         return call_handlers(primitive, values, params, check=False)
 
 

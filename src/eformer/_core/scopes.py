@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from eformer import _jax
+from eformer._jax import traces
 
 from .trace import ImplicitTrace, is_implicit, open_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Shared by all blocks: a value made in one is understood in another.
-_BLOCK_TAG = _jax.TraceTag()
+_BLOCK_TAG = traces.TraceTag()
 
 
 class Implicit:
@@ -41,8 +41,8 @@ class Implicit:
         @functools.wraps(fn)
         def with_dispatch(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jtu.tree_flatten((args, kwargs), is_leaf=_is_whole)
-            trace = ImplicitTrace(_jax.current_trace(), _jax.TraceTag())
-            with _jax.set_current_trace(trace):
+            trace = ImplicitTrace(traces.current_trace(), traces.TraceTag())
+            with traces.set_current_trace(trace):
                 args, kwargs = jtu.tree_unflatten(treedef, [trace.wrap(leaf) for leaf in leaves])
                 out = fn(*args, **kwargs)
             trace.closed = True
@@ -57,7 +57,7 @@ class Implicit:
             trace = _block_above(trace)
         trace.entered += 1
         open_blocks.set((*mine, trace))
-        _jax.install_trace(trace)
+        traces.install_trace(trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -66,7 +66,7 @@ class Implicit:
         *others, trace = open_blocks.get()
         open_blocks.set(tuple(others))
         trace.entered -= 1
-        _jax.install_trace(_outside_blocks(lambda block: not block.entered))
+        traces.install_trace(_outside_blocks(lambda block: not block.entered))
 
     def __repr__(self) -> str:
         return "implicit"
@@ -77,7 +77,7 @@ implicit = use_implicit = Implicit()
 
 def _outside_blocks(of: Callable[[ImplicitTrace], bool]) -> Any:
     """The current trace, without the blocks on top of it that are such ones."""
-    trace = _jax.current_trace()
+    trace = traces.current_trace()
     while isinstance(trace, ImplicitTrace) and trace.is_block and of(trace):
         trace = trace.parent_trace
     return trace
@@ -92,7 +92,7 @@ _blocks = _Blocks()
 
 def _block_above(parent: Any) -> ImplicitTrace:
     """A block's trace. JAX caches programs per trace, so every outermost block of a thread has the same one."""
-    if parent is not _jax.eval_trace:
+    if parent is not traces.eval_trace:
         return ImplicitTrace(parent, _BLOCK_TAG, is_block=True)
     if _blocks.outermost is None:
         _blocks.outermost = ImplicitTrace(parent, _BLOCK_TAG, is_block=True)
@@ -121,16 +121,16 @@ def _steps(trace: ImplicitTrace, inner: Any) -> Generator[Any, Any, Any]:
     """Drive a generator or coroutine, every step of it under `trace`."""
     resume, value = inner.send, None
     while True:
-        trace.parent_trace = _jax.current_trace()
+        trace.parent_trace = traces.current_trace()
         try:
-            with _jax.set_current_trace(trace):
+            with traces.set_current_trace(trace):
                 yielded = resume(value)
         except StopIteration as stop:
             return _unwrapped(trace, stop.value)
         try:
             value, resume = (yield _unwrapped(trace, yielded)), inner.send
         except GeneratorExit:
-            with _jax.set_current_trace(trace):
+            with traces.set_current_trace(trace):
                 inner.close()
             raise
         except BaseException as err:  # noqa: BLE001 - whatever was thrown in is for the inner generator
@@ -146,7 +146,7 @@ class _Awaitable:
 
 
 def _step_trace() -> ImplicitTrace:
-    return ImplicitTrace(_jax.current_trace(), _jax.TraceTag())
+    return ImplicitTrace(traces.current_trace(), traces.TraceTag())
 
 
 def _generator(fn: Any) -> Any:

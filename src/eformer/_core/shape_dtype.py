@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from eformer import _jax, _messages, errors
+from eformer import _messages, errors
+from eformer._jax import avals
 
 from .fields import layout, replaceable_fields
 
@@ -332,7 +333,7 @@ def describe_leaves(q: Any) -> str:
 
 def _struct(leaf: Any, drop: int = 0) -> jax.ShapeDtypeStruct:
     shape, dtype = leaf_key(leaf)  # pyright: ignore[reportGeneralTypeIssues]
-    sharding = None if drop else _jax.explicit_sharding_of(leaf)
+    sharding = None if drop else avals.explicit_sharding_of(leaf)
     return jax.ShapeDtypeStruct(shape[drop:], dtype, sharding=sharding)
 
 
@@ -342,9 +343,9 @@ def aval_of(q: Any) -> Any:
     if aval is None:
         shape, dtype = shape_and_dtype(q)
         leaves = jtu.tree_leaves(q)
-        aval = _jax.derived_aval(shape, dtype, leaves)
-        if any(_jax.explicit_sharding_of(leaf) is not None for leaf in leaves) and not batch_rank(q, leaves):
-            aval = _jax.with_sharding_type(aval, abstract_materialize(q).sharding)
+        aval = avals.derived_aval(shape, dtype, leaves)
+        if any(avals.explicit_sharding_of(leaf) is not None for leaf in leaves) and not batch_rank(q, leaves):
+            aval = avals.with_sharding_type(aval, abstract_materialize(q).sharding)
         q.__dict__["_aval"] = aval
     return aval
 

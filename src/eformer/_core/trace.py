@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import _jax, _messages, errors
+from eformer import _messages, errors
+from eformer._jax import avals, callers, jaxprs, traces
 
 from . import materialization as _materialization
 from . import operators as _operators
@@ -50,7 +51,7 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-class ImplicitTracer(_jax.LayeredTracer):
+class ImplicitTracer(traces.LayeredTracer):
     """An implicit array while a function runs under `implicit`."""
 
     __slots__ = ()
@@ -64,11 +65,11 @@ class ImplicitTracer(_jax.LayeredTracer):
 
         JAX mostly asks only whether there is such a value, so it is the array itself: nothing is computed yet.
         """
-        hidden = any(isinstance(leaf, _jax.Tracer) for leaf in jtu.tree_leaves(self.value))
+        hidden = any(isinstance(leaf, traces.Tracer) for leaf in jtu.tree_leaves(self.value))
         return None if hidden else self.value
 
     def materialize(self) -> Any:
-        with _jax.set_current_trace(self.layer.parent_trace):
+        with traces.set_current_trace(self.layer.parent_trace):
             return _materialization.materialize_on_request(self.value)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +90,7 @@ class ImplicitTracer(_jax.LayeredTracer):
         return self.value.nbytes
 
 
-class ImplicitTrace(_jax.LayeredTrace):
+class ImplicitTrace(traces.LayeredTrace):
     """Intercepts primitives on ImplicitTracers of its own tag; everything else goes to `parent_trace`."""
 
     __slots__ = ("closed", "entered", "is_block")
@@ -111,7 +112,7 @@ class ImplicitTrace(_jax.LayeredTrace):
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if self.is_block and not self.is_open():
-            return _jax.bind_at(primitive, self.parent_trace, tracers, params)
+            return traces.bind_at(primitive, self.parent_trace, tracers, params)
         tag, found, values = self.tag, False, []
         for t in tracers:
             if type(t) is ImplicitTracer and t.tag is tag:
@@ -122,13 +123,13 @@ class ImplicitTrace(_jax.LayeredTrace):
         if primitive is box_p:
             return ImplicitTracer(self, unbox(values, params["treedef"]))
         if not found and not (
-            params and (primitive.multiple_results or primitive.name in STRUCTURAL) and _jax.params_use(params, box_p)
+            params and (primitive.multiple_results or primitive.name in STRUCTURAL) and jaxprs.params_use(params, box_p)
         ):
-            return _jax.bind_at(primitive, self.parent_trace, values, params)
-        if _jax.is_current(self.parent_trace):
+            return traces.bind_at(primitive, self.parent_trace, values, params)
+        if traces.is_current(self.parent_trace):
             out = dispatch(primitive, values, params)
         else:
-            with _jax.set_current_trace(self.parent_trace):
+            with traces.set_current_trace(self.parent_trace):
                 out = dispatch(primitive, values, params)
         return [self.wrap(v) for v in out] if primitive.multiple_results else self.wrap(out)
 
@@ -136,26 +137,26 @@ class ImplicitTrace(_jax.LayeredTrace):
         return CALL_RULES[primitive.name](self, primitive, tracers, params)
 
 
-_jax.register_tracer_type(ImplicitTracer)
+traces.register_tracer_type(ImplicitTracer)
 
 
 def run(f: Callable[..., Sequence[Any]], values: Sequence[Any], tag: Any = None) -> list[Any]:
     """Call `f` on values under a new trace above the current one. `tag` lets closed-over tracers of a trace be seen."""
-    trace = ImplicitTrace(_jax.current_trace(), tag or _jax.TraceTag())
-    with _jax.set_current_trace(trace):
+    trace = ImplicitTrace(traces.current_trace(), tag or traces.TraceTag())
+    with traces.set_current_trace(trace):
         out = f(*[trace.wrap(v) for v in values])
     return [trace.unwrap(v) for v in out]
 
 
 # One trace for all operators on values that are computed at once: JAX remembers more of a trace it has seen before.
-_EAGER = ImplicitTrace(_jax.eval_trace, _jax.TraceTag())
+_EAGER = ImplicitTrace(traces.eval_trace, traces.TraceTag())
 
 
 def apply(f: Callable[..., Any], *args: Any) -> Any:
     """`f(*args)` with dispatch, for functions whose arguments are values and whose result is one array or a few."""
-    parent = _jax.current_trace()
-    trace = _EAGER if parent is _jax.eval_trace else ImplicitTrace(parent, _jax.TraceTag())
-    with _jax.set_current_trace(trace):
+    parent = traces.current_trace()
+    trace = _EAGER if parent is traces.eval_trace else ImplicitTrace(parent, traces.TraceTag())
+    with traces.set_current_trace(trace):
         out = f(*map(trace.wrap, args))
     if isinstance(out, (tuple, list)):
         return jtu.tree_map(trace.unwrap, out)
@@ -167,8 +168,8 @@ _operators.apply = apply
 
 def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Replay a jaxpr with dispatch."""
-    with _jax.replaying():
-        return run(_jax.jaxpr_function(jaxpr), values)
+    with callers.replaying():
+        return run(jaxprs.jaxpr_function(jaxpr), values)
 
 
 # -- dispatch --------------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dic
     skip = 0
     while (handler := registry.lookup(name, types, skip)) is not None:
         # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
-        expected = _jax.result_avals(primitive, operands, params) if check else None
+        expected = avals.result_avals(primitive, operands, params) if check else None
         outer = _materialization.state.primitive, _materialization.state.requested
         _materialization.state.primitive, _materialization.state.requested = primitive, False
         try:

@@ -16,7 +16,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from eformer import _jax, _messages, errors
+from eformer import _messages, errors
+from eformer._jax import traces
 
 from .fields import layout
 from .operators import ArrayOperators
@@ -46,7 +47,7 @@ def check(q: Any, source: Any) -> None:
     """Called when an array rebuilt from the static data of `source` is used for the first time."""
     if source is None:
         return
-    axes = {axis for leaf, stored in _pairs(q, source) if (axis := _jax.axis_mapped(leaf, stored)) is not None}
+    axes = {axis for leaf, stored in _pairs(q, source) if (axis := traces.axis_mapped(leaf, stored)) is not None}
     if not axes or q.core_ndim is None:
         return
     if len(axes) == 1 and q.stores_axis_in_place(min(axes), q.ndim + 1):  # with the mapped axis
@@ -58,7 +59,7 @@ def _pairs(q: Any, source: Any) -> Iterator[tuple[Any, Any]]:
     """The leaves of both, without those of implicit arrays inside, which are checked themselves."""
     get_children = layout(type(q)).get_children
     for child, stored in zip(get_children(q), get_children(source), strict=True):
-        if isinstance(child, _jax.Tracer):
+        if isinstance(child, traces.Tracer):
             yield child, stored
         elif child is not stored and not isinstance(child, ArrayOperators):
             yield from zip(jtu.tree_leaves(child), jtu.tree_leaves(stored), strict=False)

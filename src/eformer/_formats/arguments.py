@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import _jax as compat
 from eformer._core import AvalMismatchError, ImplicitArray
 from eformer._core.materialization import materialize_on_request
+from eformer._jax import traces
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -246,7 +246,7 @@ def check_declared_shape(q: Any, made: Any) -> None:
 
 def keep_sharding(q: Any, array: jax.Array) -> Any:
     """`q` split as the dense array was."""
-    if isinstance(array, compat.Tracer):
+    if isinstance(array, traces.Tracer):
         return q
     sharding = array.sharding
     if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eformer import _jax as compat
+from eformer._jax import avals
 
 
 def common(*dtypes: Any) -> Any:
@@ -108,7 +108,7 @@ def absmax_within(x: jax.Array, at: int) -> jax.Array:
 
 def absmax_along(x: jax.Array, axis: int) -> jax.Array:
     """The largest magnitude along an axis of any length, kept with size 1, in the dtype of `x`. NaN wins."""
-    if compat.explicit_sharding_of(x) is not None:  # an axis whose type says how it is split cannot be cut further
+    if avals.explicit_sharding_of(x) is not None:  # an axis whose type says how it is split cannot be cut further
         return jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0)
     at = x.ndim + axis
     partial = joined([absmax_within(piece, at + 1) for piece in grouped(x, axis, _SHORT)], at)
@@ -117,7 +117,7 @@ def absmax_along(x: jax.Array, axis: int) -> jax.Array:
 
 def sum_along(x: jax.Array, axis: int) -> jax.Array:
     """The sum along an axis of any length, kept with size 1, in the dtype of `x`; -inf counts as the lowest number."""
-    if compat.explicit_sharding_of(x) is not None:
+    if avals.explicit_sharding_of(x) is not None:
         return jnp.sum(x, axis=axis, keepdims=True, dtype=x.dtype)
     at = x.ndim + axis
     partial = joined([_sum_within(piece, at + 1) for piece in grouped(x, axis, _SHORT)], at)

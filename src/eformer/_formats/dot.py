@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer import _jax as compat
+from eformer._jax import avals
 from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.formats import FORMATS
 
@@ -44,7 +44,7 @@ def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[s
     """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do."""
     out = params.get("preferred_element_type")
     if out is None:
-        (aval,) = compat.result_avals(primitive, [q, x] if q_first else [x, q], params) or [None]
+        (aval,) = avals.result_avals(primitive, [q, x] if q_first else [x, q], params) or [None]
         out = None if aval is None else aval.dtype
     if out is None or not jnp.issubdtype(out, jnp.inexact):
         return NotImplemented

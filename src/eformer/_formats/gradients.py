@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from eformer import _jax
 from eformer._core import ImplicitArray
+from eformer._jax import jaxprs, traces
 from eformer._kernels.operation import NO_GRADIENT
 from eformer.errors import QuantizedGradientError
 
@@ -62,7 +62,7 @@ class FactoredScale(ImplicitArray, frozen=True, warn_on_materialize=False):
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Iterable[Any]) -> Any:
         (value,) = children
-        computed = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, _jax.Tracer)
+        computed = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, traces.Tracer)
         return value if computed else super().tree_unflatten(aux_data, (value,))
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -103,12 +103,12 @@ def product(fast: Callable[..., Any], dense: Callable[..., Any], x: Any, q: Any,
     def rule(primals: Any, tangents: Any) -> Any:
         x, scale, stored, rest = primals
         terms = []
-        if not _jax.is_symbolic_zero(tangents[0]):
+        if not jaxprs.is_symbolic_zero(tangents[0]):
             terms.append(run(tangents[0], scale, stored, rest))
-        if not _jax.is_symbolic_zero(tangents[1]):
+        if not jaxprs.is_symbolic_zero(tangents[1]):
             terms.append(dense(x, q.with_factor(tangents[1], **stored), *rest))
         y = run(*primals)
-        return y, sum(terms[1:], terms[0]) if terms else _jax.symbolic_zero(jax.typeof(y))
+        return y, sum(terms[1:], terms[0]) if terms else jaxprs.symbolic_zero(jax.typeof(y))
 
     run.defjvp(rule, symbolic_zeros=True)
     try:

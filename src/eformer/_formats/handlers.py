@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import _jax as compat
 from eformer._core import materialize_handler, register
+from eformer._jax import traces
 
 from . import dot as _dot
 from . import gradients as _gradients
@@ -129,7 +129,7 @@ def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
     dtype = jnp.promote_types(q.dtype, factor.dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or factor.ndim > q.ndim or not any(p.is_scale for p in q.parts):
         return NotImplemented
-    traced = isinstance(factor, compat.Tracer)
+    traced = isinstance(factor, traces.Tracer)
     factor = factor.reshape((1,) * (q.ndim - factor.ndim) + factor.shape)
     free, blocked, part = _shapes.free(q), _shapes.blocked_axis(q), q.scale_part
     scale = q.part(part)

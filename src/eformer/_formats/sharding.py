@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from eformer import _jax as compat
+from eformer._jax import avals, traces
 from eformer.errors import ShardingError
 
 
@@ -80,7 +80,7 @@ def place(q: Any, sharding: Any) -> Any:
 
 def _is_traced(leaves: Sequence[Any]) -> bool:
     """Are these, or is whatever is made of them here, values of a traced program?"""
-    return any(isinstance(leaf, compat.Tracer) for leaf in leaves) or compat.is_staging()
+    return any(isinstance(leaf, traces.Tracer) for leaf in leaves) or traces.is_staging()
 
 
 def _constrainer(mesh: Any) -> Callable[[Any, NamedSharding], Any]:
@@ -99,7 +99,7 @@ def _named(sharding: Any, leaves: Sequence[Any]) -> NamedSharding:
         return named
     if not isinstance(sharding, PartitionSpec):
         raise TypeError(f"expected a NamedSharding, a PartitionSpec or None, got {sharding!r}.")
-    mesh = compat.active_mesh()
+    mesh = avals.active_mesh()
     if mesh is None:
         raise ShardingError(
             f"{sharding} names mesh axes, but no mesh is active. Pass NamedSharding(mesh, spec), or use jax.set_mesh."
@@ -113,7 +113,7 @@ def _with_devices(sharding: NamedSharding, leaves: Sequence[Any]) -> NamedShardi
     if not isinstance(mesh, AbstractMesh) or _is_traced(leaves):
         return sharding
     held = [x.sharding.mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
-    for found in (*held, compat.active_mesh()):
+    for found in (*held, avals.active_mesh()):
         if isinstance(found, Mesh) and found.shape_tuple == mesh.shape_tuple:
             return NamedSharding(found, sharding.spec)
     return None

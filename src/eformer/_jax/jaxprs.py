@@ -1,11 +1,16 @@
-"""Jaxprs and the parameters of equations that hold them."""
+"""Jaxprs and functions in the parameters of equations, and the tangents that custom rules see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core as _ext
+from jax.extend import linear_util as _linear_util
+from jax.interpreters import ad
+
+from .traces import bind_at
 
 
 def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -72,3 +77,74 @@ def is_jnp_hi_primitive(hi_primitive: Any) -> bool:
 def lower_hi_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
     """What a higher-level primitive does, in ordinary ones."""
     return primitive.to_lojax(*args, **params)
+
+
+# -- functions, as JAX passes them to custom_jvp, custom_vjp and shard_map ---------------------------------------------
+
+
+def is_function(x: Any) -> bool:
+    """Is this parameter a function, as JAX passes them around?"""
+    return hasattr(x, "call_wrapped")
+
+
+def called(function: Any, *args: Any) -> list[Any]:
+    return list(function.call_wrapped(*args))
+
+
+def wrap_function(fun: Callable[..., Any], like: Any) -> Any:
+    """Dress `fun` as the kind of function JAX passes around, with the debug information of another."""
+    return _linear_util.wrap_init(fun, debug_info=like.debug_info)
+
+
+def bind_functions(
+    primitive: Any, trace: Any, args: Sequence[Any], params: dict[str, Any], functions: dict[str, Any]
+) -> Any:
+    """Bind custom_jvp or custom_vjp on `trace`; `functions` stand for the parameters of the same names, in order."""
+    subfuns = tuple(f if f is params[name] else wrap_function(f, params[name]) for name, f in functions.items())
+    rest = {name: value for name, value in params.items() if name not in functions}
+    return bind_at(primitive, trace, args, {**rest, "subfuns": subfuns})
+
+
+def bind_shard_map(
+    primitive: Any, trace: Any, args: Sequence[Any], params: dict[str, Any], body: Any, in_specs: Sequence[Any]
+) -> Any:
+    """Bind shard_map on `trace` for a function whose arguments are no longer those the user named."""
+    bound = {**params, "subfuns": (body,), "in_specs": tuple(in_specs)}
+    del bound["fun"]
+    bound["debug_info"] = bound["debug_info"]._replace(arg_names=None)
+    return bind_at(primitive, trace, args, bound)
+
+
+def map_results(f: Callable[[Any], Any], out: Any) -> Any:
+    """What the body of a shard_map returned, with `f` of every result; its other data unchanged."""
+    results, aux = out.unpack_aux()
+    return results.map(f).with_aux(aux)
+
+
+def split_forward(flat: Sequence[Any], values: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """(residuals, results) of the forward rule of a custom_vjp; residuals that are operands are left out of `flat`."""
+    _, residual_tree, forwarded = params["out_trees"]()
+    count = residual_tree.num_leaves - sum(i is not None for i in forwarded)
+    pruned = iter(flat[:count])
+    return [next(pruned) if i is None else values[i] for i in forwarded], list(flat[count:])
+
+
+def called_backward(function: Any, *args: Any) -> list[Any]:
+    """The cotangents a custom backward pass gives; since 0.11 they may come with logs."""
+    out = function.call_wrapped(*args)
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], (list, tuple)):
+        return list(out[0])
+    return list(out)
+
+
+def is_symbolic_zero(x: Any) -> bool:
+    return type(x) is ad.Zero or isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def symbolic_zero(aval: Any) -> Any:
+    return jax.custom_derivatives.SymbolicZero(aval.to_tangent_aval())
+
+
+def instantiated(tangent: Any) -> Any:
+    """Zeros in full, for rules that did not ask to see symbolic ones."""
+    return ad.instantiate_zeros(ad.Zero(tangent.aval)) if is_symbolic_zero(tangent) else tangent

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import _jax
+from eformer._jax import avals
 
 from . import cpu
 from .operation import Operation
@@ -58,7 +58,7 @@ def nf4_encoder(twin: Encoder) -> Encoder:
     )
 
     def encode(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-        if 0 in x.shape or _jax.explicit_sharding_of(x) is not None:
+        if 0 in x.shape or avals.explicit_sharding_of(x) is not None:
             return twin(x, block)
         codes, absmax = operation.bind(Parameters("nf4", "encode", x.shape[-1], block, np.dtype(np.uint8)), x)
         return codes, absmax

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer import _jax
+from eformer._jax import avals
 
 
 def of_result(axes: Sequence[tuple[Any, int]]) -> NamedSharding | None:
@@ -16,7 +16,7 @@ def of_result(axes: Sequence[tuple[Any, int]]) -> NamedSharding | None:
 
     None unless an operand has an explicit sharding.
     """
-    shardings = {id(value): _jax.explicit_sharding_of(value) for value, _ in axes}
+    shardings = {id(value): avals.explicit_sharding_of(value) for value, _ in axes}
     known = next((sharding for sharding in shardings.values() if sharding is not None), None)
     if known is None:
         return None

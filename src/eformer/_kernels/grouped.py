@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._jax import vary, varying_axes
+from eformer._jax.avals import vary, varying_axes
 
 from . import cpu, cuda, tpu
 from .formats import with_batch_of

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer import _messages, _settings, errors
-from eformer._jax import result_type
+from eformer._jax.avals import result_type
 
 from .parameters import Problem
 

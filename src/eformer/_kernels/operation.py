@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer import _jax
-from eformer._jax import Primitive, ad, batching
+from eformer._jax import avals, primitives
+from eformer._jax.primitives import Primitive, ad, batching
 from eformer._record import record, recording
 from eformer.errors import QuantizedGradientError
 
@@ -68,7 +68,7 @@ class Operation:
             ad.primitive_transposes[self.primitive] = self._transpose
         batching.primitive_batchers[self.primitive] = self._batched
         for platform in PLATFORMS:
-            _jax.define_platform_lowering(self.primitive, platform, functools.partial(self._program, platform))
+            primitives.define_platform_lowering(self.primitive, platform, functools.partial(self._program, platform))
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
@@ -77,11 +77,11 @@ class Operation:
         operands = operands[:-1] if operands[-1] is None else operands
         if not announced and recording():
             self.announce(self.problem(parameters, default_platform(), *operands))
-        if out is None and not _jax.typed_by_a_mesh(*operands):
+        if out is None and not avals.typed_by_a_mesh(*operands):
             return self.primitive.bind(*operands, parameters=parameters)
         out = explicit_sharding.of_result(self.sharded_like(parameters, *operands)) if out is None else out
         apply = functools.partial(self.primitive.bind, parameters=parameters)
-        agreeing = _jax.agree(*operands)
+        agreeing = avals.agree(*operands)
         return apply(*agreeing) if out is None else explicit_sharding.in_auto_mode(apply, out, agreeing)
 
     def choice(self, problem: Problem) -> Choice:
@@ -101,7 +101,7 @@ class Operation:
 
     def _types(self, *operands: Any, parameters: Parameters) -> Any:
         made = self.result(parameters, *operands)
-        types = [_jax.result_type(shape, dtype, operands[0]) for shape, dtype in made]
+        types = [avals.result_type(shape, dtype, operands[0]) for shape, dtype in made]
         return types if self.multiple_results else types[0]
 
     def _jvp(self, primals: Any, tangents: Any, *, parameters: Parameters) -> tuple[Any, Any]:

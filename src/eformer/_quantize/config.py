@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from eformer import _jax as compat
 from eformer._core import ste
 from eformer._formats.arguments import as_index, checked_block
 from eformer._formats.nf4.array import MAX_BLOCK
+from eformer._jax import traces
 
 from .formats import FORMATS, Format, QuantizationType
 
@@ -194,7 +194,7 @@ def quantize_stack(array: Any, config: QuantizationConfig, batch: int) -> Any:
     for _ in range(batch):
         run = jax.vmap(run)
     made = run(array)
-    sharding = None if isinstance(array, compat.Tracer) else getattr(array, "sharding", None)
+    sharding = None if isinstance(array, traces.Tracer) else getattr(array, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
     return made.with_sharding(sharding) if split and hasattr(made, "with_sharding") else made
 

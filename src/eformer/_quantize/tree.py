@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import _jax as compat
 from eformer._core import ImplicitArray, materialize
+from eformer._jax import traces
 
 from .config import quantize_stack
 from .paths import open_tree
@@ -110,7 +110,7 @@ def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
 
 
 def _is_concrete(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, compat.Tracer)
+    return isinstance(value, jax.Array) and not isinstance(value, traces.Tracer)
 
 
 def _kept(decisions: Sequence[Decision]) -> set[Any]:
@@ -142,7 +142,7 @@ def _quantized(decision: Decision, donate: bool) -> Any:
     except (TypeError, ValueError) as err:
         err.add_note(f"while quantizing {decision.leaf.path!r} as {config}")
         raise
-    if (donate or ours) and not isinstance(dense, compat.Tracer) and made is not dense:
+    if (donate or ours) and not isinstance(dense, traces.Tracer) and made is not dense:
         jax.block_until_ready(jax.tree.leaves(made))
         dense.delete()
     return made

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eformer import _jax as compat
 from eformer._core import aux_field
+from eformer._jax import traces
 
 from .. import arguments as _arguments
 from .. import blocks as _blocks
@@ -194,7 +194,7 @@ def _check_values(array: jax.Array, bits: int) -> None:
     """Refuse values that cannot be stored; possible only while they are known."""
     if bits not in codec.BITS.values():
         raise ValueError(f"bits={bits!r} is not allowed; use 2 (ternary) or 1 (binary).")
-    if isinstance(array, compat.Tracer):
+    if isinstance(array, traces.Tracer):
         return
     allowed = (-1, 0, 1) if bits == 2 else (-1, 1)
     wrong = np.asarray(array)[~np.isin(np.asarray(array), allowed)]

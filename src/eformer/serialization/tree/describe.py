@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer import _jax as compat
 from eformer._core import ImplicitArray
+from eformer._jax import traces
 from eformer.errors import CheckpointError
 
 from ..locating import about
@@ -147,7 +147,7 @@ def _describe_implicit(array: ImplicitArray, name: str, emit: Emit) -> dict[str,
 
 
 def _describe_array(array: Any, name: str, emit: Emit) -> Any:
-    if isinstance(array, compat.Tracer):
+    if isinstance(array, traces.Tracer):
         raise CheckpointError("is a tracer: saving happens outside jit, vmap and grad.", tensor=name)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         tensor = emit(name, jax.random.key_data(array))
