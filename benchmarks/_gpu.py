@@ -15,10 +15,11 @@ BLOCK = 64
 
 def storage(key: Any, fmt: str, rows: int, cols: int) -> tuple[jax.Array, jax.Array]:
     """Random codes and scales of a matrix in the dot form."""
-    bits = jax.random.bits(key, (rows, cols // PER_BYTE[fmt]), jnp.uint8)
     if fmt == "nf4":
-        scale = jax.random.uniform(key, (rows, cols // BLOCK)) + 0.5
-        return bits.reshape(rows, cols // BLOCK, BLOCK // 2), scale
+        blocks = -(-cols // BLOCK)
+        scale = jax.random.uniform(key, (rows, blocks)) + 0.5
+        return jax.random.bits(key, (rows, blocks, BLOCK // 2), jnp.uint8), scale
+    bits = jax.random.bits(key, (rows, -(-cols // PER_BYTE[fmt])), jnp.uint8)
     if fmt == "int8":
         bits = jax.lax.bitcast_convert_type(bits, jnp.int8)
     if fmt == "ternary":

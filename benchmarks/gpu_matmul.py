@@ -1,7 +1,8 @@
 """Time of products with quantized matrices on a GPU, against dense bfloat16 in JAX and the kernels of PyTorch.
 
-    python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N] [--rows M ...] [--form axpy] [--no-torch]
+    python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N] [--rows M ...] [--forms dot axpy] [--no-torch]
 
+"dot" is x @ w, "axpy" its gradient's form, `einsum("mk,nk->mn", x, w)`; dense matrices are laid out alike.
 Every product is timed over several matrices inside one compiled program, so that no matrix comes from the cache. TB/s
 counts codes, scales, x and y; the percentage is of a device-to-device copy measured in the same run.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -22,8 +24,10 @@ from _gpu import BLOCK, PER_BYTE, code_bytes, corner_of, microseconds, storage
 
 from eformer._kernels import qmatmul
 
-SHAPES = ((4096, 14336), (4096, 4096), (14336, 4096), (8192, 8192), (8192, 28672))  # K, N
-ROWS = (1, 16, 64, 256, 4, 4096, 2, 8, 32)
+SHAPES = (
+    (4096, 14336), (4096, 4096), (14336, 4096), (8192, 8192), (8192, 28672), (5120, 13824), (2880, 2880), (1000, 3001),
+)  # K, N  # fmt: skip
+ROWS = (1, 16, 64, 256, 1024, 4096, 4, 32, 128, 512, 2048, 8, 2)
 # (format, M) -> the ratio to dense to be reached on an H200
 TARGETS = {("nf4", 1): 0.40, ("nf4", 16): 0.48, ("nf4", 64): 0.75, ("int8", 1): 0.58, ("int8", 16): 0.60}
 TARGETS |= {("ternary", 1): 0.25} | {(fmt, m): 1.10 for fmt in PER_BYTE for m in (256, 4096)}
@@ -36,14 +40,18 @@ def copy_bandwidth() -> float:
 
 
 def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str], form: str = "dot") -> list[dict[str, Any]]:
-    count = max(2, min(32, (6 << 30) // (2 * k * n)))
+    count = max(2, min(16, (2 << 30) // (2 * k * n)))
     calls = 10 if m < 1000 else 2
     keys = jax.random.split(jax.random.key(k + n + m), count)
     x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
-    dense = [jax.random.normal(key, (k, n), jnp.bfloat16) for key in keys]
-    base = microseconds(jax.jit(lambda x, ws: corner_of([x @ w for w in ws])), x, dense, calls=calls) / count
+    layout, product = ((k, n), "mk,kn->mn") if form == "dot" else ((n, k), "mk,nk->mn")
+    dense = [jax.random.normal(key, layout, jnp.bfloat16) for key in keys]
+    base = microseconds(
+        jax.jit(lambda x, ws: corner_of([jnp.einsum(product, x, w) for w in ws])), x, dense, calls=calls
+    )
+    base /= count
     del dense
-    rows = [{"k": k, "n": n, "m": m, "format": "dense", "us": base}]
+    rows = [{"k": k, "n": n, "m": m, "form": form, "format": "dense", "us": base}]
     for fmt in formats:
         stored = [storage(key, fmt, *((n, k) if form == "dot" else (k, n))) for key in keys]
         if form == "axpy" and fmt != "nf4":  # a scale for every result
@@ -56,9 +64,9 @@ def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str], form: 
         us = microseconds(jax.jit(products), x, stored, calls=calls) / count
         moved = code_bytes(fmt, n, k) + 2 * m * (n + k)
         speed = moved / us / 1e6
-        name = fmt if form == "dot" else f"{fmt} {form}"
-        rows.append({"k": k, "n": n, "m": m, "format": name, "us": us, "ratio": us / base, "tb_s": speed,
-                     "percent_of_copy": 100 * speed / bandwidth, "target": TARGETS.get((name, m))})  # fmt: skip
+        target = TARGETS.get((fmt, m)) if form == "dot" else None
+        rows.append({"k": k, "n": n, "m": m, "form": form, "format": fmt, "us": us, "ratio": us / base, "tb_s": speed,
+                     "percent_of_copy": 100 * speed / bandwidth, "target": target})  # fmt: skip
     return rows
 
 
@@ -92,7 +100,8 @@ def with_torch(k: int, n: int, m: int) -> list[dict[str, Any]]:
         else:
             calls["bitsandbytes nf4"] = lambda i: x @ bnb.dequantize_4bit(*weights[i]).t()
     return [
-        {"k": k, "n": n, "m": m, "format": name, "us": _graph_time(torch, call, count)} for name, call in calls.items()
+        {"k": k, "n": n, "m": m, "form": "dot", "format": name, "us": _graph_time(torch, call, count)}
+        for name, call in calls.items()
     ]
 
 
@@ -115,7 +124,7 @@ def _graph_time(torch: Any, call: Any, count: int) -> float:
 
 
 def show(row: dict[str, Any]) -> str:
-    text = f"{row['k']:>6}x{row['n']:<6} M={row['m']:<5} {row['format']:<17} {row['us']:9.1f} us"
+    text = f"{row['k']:>6}x{row['n']:<6} M={row['m']:<5} {row['form']:<4} {row['format']:<17} {row['us']:9.1f} us"
     if "ratio" in row:
         goal = "" if row["target"] is None else f"  target {row['target']:.2f}"
         text += f" {row['tb_s']:6.2f} TB/s {row['percent_of_copy']:4.0f}% of copy  {row['ratio']:5.2f} of dense{goal}"
@@ -128,7 +137,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
-    parser.add_argument("--form", choices=("dot", "axpy"), default="dot")
+    parser.add_argument("--forms", choices=("dot", "axpy"), nargs="*", default=("dot", "axpy"))
+    parser.add_argument("--commit", help="of the tree that is measured, for the file")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch and bitsandbytes out")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -137,15 +147,16 @@ def main() -> None:
     begin, bandwidth = time.monotonic(), copy_bandwidth()
     device = jax.devices()[0]
     versions = {"jax": jax.__version__, "cuda": getattr(device.client, "platform_version", "")}
-    result = {"date": str(datetime.date.today()), "device": device.device_kind, "versions": versions,
-              "copy_tb_s": bandwidth, "rows": []}  # fmt: skip
+    result = {"date": str(datetime.date.today()), "commit": options.commit, "device": device.device_kind,
+              "versions": versions, "copy_tb_s": bandwidth, "rows": []}  # fmt: skip
     print(f"{device.device_kind}, copy {bandwidth:.2f} TB/s")
-    for k, n in SHAPES[:1] if options.quick else SHAPES:
-        for m in options.rows[:2] if options.quick else options.rows:
+    shapes, some = (SHAPES[:1], options.rows[:2]) if options.quick else (SHAPES, options.rows)
+    for m, form in itertools.product(some, options.forms):
+        for k, n in shapes:
             if time.monotonic() - begin > options.seconds:
                 continue
-            rows = measure(k, n, m, bandwidth, list(PER_BYTE), options.form)
-            if m <= 64 and options.form == "dot" and not options.no_torch:
+            rows = measure(k, n, m, bandwidth, list(PER_BYTE), form)
+            if m <= 64 and form == "dot" and not options.no_torch:
                 rows += with_torch(k, n, m)
             result["rows"] += rows
             print("\n".join(map(show, rows)), flush=True)

@@ -1,7 +1,7 @@
 // Packed codes to pairs of 16-bit floats, the form in which matrix instructions take them.
 //
 // A 32-bit word of codes becomes several registers; a register holds two values, the earlier one in its low half:
-//   nf4      4 pairs, pair i = values (2i, 2i + 1): one lookup per byte in a table of all 256 pairs
+//   nf4      4 pairs, pair i = values (2i, 2i + 1): lookups by bytes in a table of all 256 pairs
 //   int8     2 pairs, pair i = values (2i, 2i + 1)
 //   ternary  8 pairs, pair i = values (i, i + 8)
 //   binary  16 pairs, pair i = values (i, i + 16)
@@ -28,6 +28,8 @@ struct Pair<__nv_bfloat16> {
   static constexpr uint32_t kOne = 0x3F80, kSign = 0x8000;
   static constexpr uint32_t kMagic = 0x4300;  // 128: the mantissa counts ones
   static constexpr int kMagicBits = 7;
+  // The bits of a float that this type can hold.
+  static __device__ __forceinline__ float cut(float v) { return __uint_as_float(__float_as_uint(v) & 0xFFFF0000u); }
   static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
     __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
     return *reinterpret_cast<uint32_t*>(&v);
@@ -51,6 +53,7 @@ struct Pair<__half> {
   static constexpr uint32_t kOne = 0x3C00, kSign = 0x8000;
   static constexpr uint32_t kMagic = 0x6400;  // 1024
   static constexpr int kMagicBits = 10;
+  static __device__ __forceinline__ float cut(float v) { return __uint_as_float(__float_as_uint(v) & 0xFFFFE000u); }
   static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
     __half2 v = __floats2half2_rn(lo, hi);
     return *reinterpret_cast<uint32_t*>(&v);
@@ -69,32 +72,35 @@ struct Pair<__half> {
   }
 };
 
-// The codebook is stored times this factor, and sums are divided by it: of all factors it leaves bf16 the smallest
-// error (root mean square over the codes 6.3e-4 of the values instead of 1.1e-3).
+// One 16-bit float does not hold a value of the codebook well enough: with an x of one sign the errors of 16 values do
+// not cancel, and grow with the square root of the columns. So a value is the sum of two. The first is cut off rather
+// than rounded, and the codebook is stored times a factor with which no second part is zero: both have the sign of the
+// value, and an infinity in x gives an infinity.
 template <class E>
-constexpr float kCodebookFactor = 1.43701f;
+constexpr float kCodebookFactor = 1.3f;
 template <>
-constexpr float kCodebookFactor<__half> = 1.f;
+constexpr float kCodebookFactor<__half> = 1.3f * 256.f;  // keeps second parts away from subnormal numbers
 
 // The table of NF4 pairs, one copy per lane so that no two lanes of a warp meet in a bank. Rows are 256 bytes apart:
-// then a byte permutation makes the address out of the code byte and the lane in one instruction.
-constexpr int kTableBytes = 256 * 256;
+// then a byte permutation makes the address out of the code byte and the lane in one instruction. First parts fill 128
+// bytes of a row, second parts the others.
+constexpr int kTableBytes = 256 * 256, kSecondPart = 128;
 
 // `mine` is entry (thread & 15) of the codebook.
 template <class E, int THREADS>
 __device__ __forceinline__ void fill_table(uint8_t* table, int thread, float mine) {
   mine *= kCodebookFactor<E>;
+  const float first = Pair<E>::cut(mine), second = mine - first;
 #pragma unroll
   for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
-    int code = i * (THREADS / 8) + (thread >> 3);  // eight lanes write one row
-    uint32_t pair = Pair<E>::pack(__shfl_sync(~0u, mine, code >> 4), __shfl_sync(~0u, mine, code & 15));
-    if (256 * 8 % THREADS == 0 || code < 256)
-      *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair, pair, pair, pair);
+    const int code = i * (THREADS / 8) + (thread >> 3), high = code >> 4, low = code & 15;  // eight lanes write one row
+    const uint32_t big = Pair<E>::pack(__shfl_sync(~0u, first, high), __shfl_sync(~0u, first, low));
+    const uint32_t small = Pair<E>::pack(__shfl_sync(~0u, second, high), __shfl_sync(~0u, second, low));
+    if (256 * 8 % THREADS == 0 || code < 256) {
+      uint4* row = reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16);
+      row[0] = make_uint4(big, big, big, big), row[kSecondPart / 16] = make_uint4(small, small, small, small);
+    }
   }
-}
-template <class E>
-__device__ __forceinline__ void fill_table(uint8_t* table, int thread) {
-  fill_table<E, kWorkers>(table, thread, kCodebook[thread & 15]);
 }
 
 template <int FMT, class E>
@@ -104,9 +110,9 @@ template <class E>
 struct Decoder<kNf4, E> {
   const uint8_t* table;
   uint32_t lane4;
-  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i, int part = 0) const {
     uint32_t offset = __byte_perm(word, lane4, 0x5504 | (i << 4));
-    return *reinterpret_cast<const uint32_t*>(table + offset);
+    return *reinterpret_cast<const uint32_t*>(table + offset + part * kSecondPart);
   }
 };
 

@@ -39,6 +39,7 @@ template <int FMT>
 struct Parts {
   static constexpr int kCount = FMT == kNf4 || FMT == kInt8 ? 1 : FMT == kBinary ? 4 : 2;
   static constexpr int kSteps = FMT == kNf4Fine || FMT == kInt8 ? 2 : 4;  // matrix instructions deep
+  static constexpr int kTerms = kIsNf4<FMT> ? 2 : 1;                      // 16-bit floats whose sum is a value
 };
 
 template <int FMT, int NT, int T, int WK, int STAGES>
@@ -274,16 +275,20 @@ struct DotBlock {
 
   // Fragments of part q of one tile of 16 rows. w[0], w[1] are words of rows g and g + 8 from the first chunk of the
   // warp, w[2], w[3] from the second.
-  __device__ __forceinline__ void load_a(uint32_t (&frag)[P::kSteps][4], const uint32_t (&w)[4], int q) const {
+  __device__ __forceinline__ void load_a(uint32_t (&frag)[P::kSteps][4], const uint32_t (&w)[4], int q, int term) const {
 #pragma unroll
     for (int s = 0; s < P::kSteps; ++s) {
       constexpr int kPerChunkSteps = kPerChunk<FMT> / 16;
       const int step = q * P::kSteps + s, chunk = step / kPerChunkSteps, first = step % kPerChunkSteps * 2;
-      frag[s][0] = decode.pair(w[2 * chunk], first);
-      frag[s][1] = decode.pair(w[2 * chunk + 1], first);
-      frag[s][2] = decode.pair(w[2 * chunk], first + 1);
-      frag[s][3] = decode.pair(w[2 * chunk + 1], first + 1);
+      frag[s][0] = pair(w[2 * chunk], first, term);
+      frag[s][1] = pair(w[2 * chunk + 1], first, term);
+      frag[s][2] = pair(w[2 * chunk], first + 1, term);
+      frag[s][3] = pair(w[2 * chunk + 1], first + 1, term);
     }
+  }
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i, int term) const {
+    if constexpr (P::kTerms == 2) return decode.pair(word, i, term);
+    return decode.pair(word, i);
   }
 
   // What two tiles need for one part: two, so that matrix instructions do not wait for each other's sums.
@@ -292,10 +297,10 @@ struct DotBlock {
     float factor[2][2];
   };
   __device__ __forceinline__ void load_operands(Operands& o, const uint32_t (&w)[2][4], const uint8_t* scales,
-                                                int scale_pitch, int tile, int q) const {
+                                                int scale_pitch, int tile, int q, int term) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      load_a(o.frag[h], w[h], q);
+      load_a(o.frag[h], w[h], q, term);
       load_scales(o.factor[h], scales, scale_pitch, h ? partner(tile) : tile, q);
     }
   }
@@ -365,15 +370,18 @@ struct DotBlock {
       }
 #pragma unroll
       for (int q = 0; q < P::kCount; ++q) {
-        Operands o;
-        load_operands(o, w[here], scales, scale_pitch, i, q);
+#pragma unroll 1
+        for (int term = 0; term < P::kTerms; ++term) {  // not both at once: registers
+          Operands o;
+          load_operands(o, w[here], scales, scale_pitch, i, q, term);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          if constexpr (kKeepX) {
-            multiply(acc[i][n], acc[i + 1][n], o, b[n][q]);
-          } else {
-            load_b(b[0][0], xs, n, q);
-            multiply(acc[i][n], acc[i + 1][n], o, b[0][0]);
+          for (int n = 0; n < NT; ++n) {
+            if constexpr (kKeepX) {
+              multiply(acc[i][n], acc[i + 1][n], o, b[n][q]);
+            } else {
+              load_b(b[0][0], xs, n, q);
+              multiply(acc[i][n], acc[i + 1][n], o, b[0][0]);
+            }
           }
         }
       }
@@ -542,7 +550,7 @@ __global__ void __launch_bounds__(DotShape<FMT, NT, T, WK, STAGES>::kThreads, 1)
       if constexpr (kIsNf4<FMT>) {
         if (m0 == begin) {
           block.find_scales();
-          fill_table<E>(shared, threadIdx.x);
+          fill_table<E, kWorkers>(shared, threadIdx.x, kCodebook[threadIdx.x & 15]);
           workers_sync();
         }
       }

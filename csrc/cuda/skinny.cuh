@@ -8,7 +8,13 @@
 // enough: more are served in any order, and the first one comes later. x goes from memory into registers in the order in
 // which the decoded weights come, before the first piece is asked for, and serves all tiles. The loop over pieces is
 // rolled up: a warp passes it only a few times, and instructions have to be fetched, too.
+//
+// bf16 holds the codebook of NF4 badly, so an x of bf16 is brought to f16, the rows of a chunk times a power of two of
+// their own. Where the result is bf16, one f16 per value has to do (TERMS = 1): it is rounded in eight ways, one for
+// every place in eight, so that the errors cancel. Elsewhere a value is the sum of two, which costs a second lookup.
 #pragma once
+
+#include <type_traits>
 
 #include "decode.cuh"
 #include "skinny_ops.cuh"
@@ -29,10 +35,28 @@ struct SkinnyArgs {
   int64_t next_tile, next_chunk;  // bytes from a piece to the next one of its chunk, to the first one of the next chunk
   int64_t codes_batch, scale_batch, x_batch, y_batch;
   float book[16];
+  uint4 rough_book[16];  // the codebook in f16, the two halves of four words for two times four places
   FieldBits fields;
 };
 
-template <int FMT, int NT, int KC, int RING, int WARPS>
+// The rough table: lane t of four has its own. In a word of `mine`, the low half is for the first value of a pair.
+constexpr float kRoughFactor = 1.3184108f;
+template <int THREADS>
+__device__ __forceinline__ void fill_rough_table(uint8_t* table, int thread, uint4 mine) {
+#pragma unroll
+  for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
+    const int code = i * (THREADS / 8) + (thread >> 3);  // eight lanes write one row
+    const uint32_t words[4] = {mine.x, mine.y, mine.z, mine.w};
+    uint32_t pair[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+      pair[t] = __byte_perm(__shfl_sync(~0u, words[t], code >> 4), __shfl_sync(~0u, words[t], code & 15), 0x7610);
+    if (256 * 8 % THREADS == 0 || code < 256)
+      *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+}
+
+template <int FMT, int NT, int KC, int RING, int WARPS, int TERMS>
 struct SkinnyShape {
   static constexpr int kThreads = WARPS * 32, kMostTiles = 8;
   static constexpr int kCells = KC / kPerChunk<FMT>;  // of 16 bytes, per row of a piece
@@ -44,8 +68,8 @@ struct SkinnyShape {
   static constexpr int kGroups = FMT == kNf4 ? KC / 64 : 1;  // sums with scales of their own
   static constexpr int kRing = FMT == kNf4 ? kTableBytes : 0;
   static constexpr int kScales = kRing + WARPS * RING * kPiece;
-  // Behind the scales: the sums. The table of NF4 leaves 128 bytes free in every 256; those of four warps live there.
-  static constexpr int kInTable = FMT == kNf4 ? 4 : 0;
+  // Behind the scales: the sums. The rough table leaves 128 bytes free in every 256; those of four warps live there.
+  static constexpr int kInTable = FMT == kNf4 && TERMS == 1 ? 4 : 0;
   static __host__ __device__ int scale_pitch(int cells) { return (cells | 1) * 16; }  // rows start in other banks
   static __host__ __device__ int sums(int cells, int tiles) {
     return kScales + (FMT == kNf4 ? tiles * 16 * scale_pitch(cells) : 0);
@@ -67,13 +91,30 @@ struct SkinnyShape {
   }
 };
 
-template <int FMT, class E, int NT, int KC, int RING, int WARPS>
+// One element of the product without anything added to the weights, for what comes out infinite or NaN. It is slow.
+template <int FMT, class E>
+__device__ __noinline__ float exact(const SkinnyArgs& a, int matrix, int row, int column) {
+  constexpr int kPerByte = FMT == kTernary ? 4 : 8;
+  const uint8_t* codes = a.codes + matrix * a.codes_batch + static_cast<int64_t>(row) * a.row_bytes;
+  const E* x = reinterpret_cast<const E*>(a.x) + matrix * a.x_batch + static_cast<int64_t>(column) * a.cols;
+  float sum = 0.f;
+#pragma unroll 1
+  for (int k = 0; k < a.cols; ++k) {
+    const int field = codes[k / kPerByte] >> (8 / kPerByte * (kPerByte - 1 - k % kPerByte)) & (FMT == kTernary ? 3 : 1);
+    sum += static_cast<float>(x[k]) * static_cast<float>(FMT == kTernary ? field - 1 : 2 * field - 1);
+  }
+  return sum;
+}
+
+template <int FMT, class E, int NT, int KC, int RING, int WARPS, int TERMS>
 struct SkinnyWarp {
-  using S = SkinnyShape<FMT, NT, KC, RING, WARPS>;
+  using S = SkinnyShape<FMT, NT, KC, RING, WARPS, TERMS>;
+  using Operand = std::conditional_t<FMT == kNf4, __half, E>;
   static constexpr bool kBiased = FMT == kTernary || FMT == kBinary;
+  static constexpr bool kConverted = !std::is_same_v<Operand, E>;
 
   const SkinnyArgs& a;
-  Weights<FMT, E> weights;
+  Weights<FMT, Operand> weights;
   uint8_t* shared;
   int lane, g, t;
   int first_chunk, first_tile, count;  // of this warp's pieces in every group
@@ -83,6 +124,7 @@ struct SkinnyWarp {
   uint32_t sums, sum_pitch;            // this lane's sums of the first tile, and how far those of the next one are
   uint32_t b[NT][S::kX];
   float start[kBiased ? NT : 1][4];  // what sums start from
+  float back[kConverted ? NT : 1][2];  // undoes what this lane's two columns of sums were multiplied by
   uint32_t scale_at[S::kGroups];     // in shared memory, of the first tile
 
   __device__ __forceinline__ int matrix_of(int index) const { return __umulhi(2 * index, a.groups_magic); }
@@ -143,8 +185,31 @@ struct SkinnyWarp {
     for (int r = lane / kLines; r < NT * 8; r += 32 / kLines)
       if (r < a.m) prefetch(at + static_cast<int64_t>(r) * a.cols * 2);
   }
+  // From bf16 to f16, every row of the chunk times a power of two that brings its largest value to 2^14.
+  __device__ __forceinline__ void to_half() {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < S::kX; ++i) most = larger_bf16(most, b[n][i]);
+      most = max(most & 0x7FFFu, most >> 16 & 0x7FFFu);
+#pragma unroll
+      for (int d = 1; d < 4; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
+      const int power = min(141 - static_cast<int>(most >> 7), 126);
+      const uint32_t factor = (127 + power) * 0x00800080u;  // in bf16, twice
+      const float inverse = __int_as_float((127 - power) << 23);
+#pragma unroll
+      for (int i = 0; i < S::kX; ++i) {
+        const uint32_t v = Pair<__nv_bfloat16>::mul(b[n][i], factor);
+        b[n][i] = Pair<__half>::pack(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) back[n][e] = __shfl_sync(~0u, inverse, (2 * t + e) * 4);
+    }
+  }
   // Puts x into the order of the decoded pairs: fields are decoded where they stand, partners are half a word apart.
   __device__ __forceinline__ void take_x() {
+    if constexpr (kConverted) to_half();
     if constexpr (kBiased) {
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -219,7 +284,13 @@ struct SkinnyWarp {
     const uint32_t frag[4] = {weights.pair(upper, i), weights.pair(lower, i), weights.pair(upper, i + 1),
                               weights.pair(lower, i + 1)};
 #pragma unroll
-    for (int n = 0; n < NT; ++n) mma<E>(sum[n], frag, b[n][2 * step], b[n][2 * step + 1]);
+    for (int n = 0; n < NT; ++n) mma<Operand>(sum[n], frag, b[n][2 * step], b[n][2 * step + 1]);
+    if constexpr (TERMS == 2) {
+      const uint32_t rest[4] = {weights.pair(upper, i, 1), weights.pair(lower, i, 1), weights.pair(upper, i + 1, 1),
+                                weights.pair(lower, i + 1, 1)};
+#pragma unroll
+      for (int n = 0; n < NT; ++n) mma<Operand>(sum[n], rest, b[n][2 * step], b[n][2 * step + 1]);
+    }
   }
   __device__ __forceinline__ void load_codes(uint32_t (&w)[S::kCells][2]) const {
     const uint32_t base = oldest;
@@ -256,6 +327,12 @@ struct SkinnyWarp {
             const float scaled = part[n][e] * factor[e >> 1][j];
             sum[n][e] = j ? fmaf(part[n][e], factor[e >> 1][j], sum[n][e]) : scaled;
           }
+      }
+      if constexpr (kConverted) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[n][e] *= back[n][e & 1];
       }
     } else {
       float part[2][NT][4] = {};  // two chains, whose instructions do not wait for each other
@@ -325,7 +402,7 @@ struct SkinnyWarp {
     return {matrix_of(index), row_of(index) + cell / NT * 16 + row + (part >> 1) * 8, n * 8 + 2 * quarter + (part & 1)};
   }
   __device__ __forceinline__ float factor_of(const Element& e) const {
-    if (FMT == kNf4) return 1.f / kCodebookFactor<E>;
+    if (FMT == kNf4) return 1.f / (TERMS == 1 ? kRoughFactor : kCodebookFactor<__half>);
     if (!a.row_scale || e.row >= a.rows) return 1.f;
     return load_float(a.scale + e.matrix * a.scale_batch, a.row_scale == 1 ? e.row : 0, a.scale_dtype);
   }
@@ -348,20 +425,21 @@ struct SkinnyWarp {
         v.x += __shfl_xor_sync(~0u, v.x, d), v.y += __shfl_xor_sync(~0u, v.y, d);
         v.z += __shfl_xor_sync(~0u, v.z, d), v.w += __shfl_xor_sync(~0u, v.w, d);
       }
-      const float total = part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w;
+      float total = part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w;
+      if (kBiased && e.column < a.m && e.row < a.rows && !isfinite(total)) total = exact<FMT, E>(a, e.matrix, e.row, e.column);
       const int64_t at = e.matrix * a.y_batch + static_cast<int64_t>(e.column) * a.rows + e.row;
       if (e.column < a.m && e.row < a.rows) store_float(a.y, at, a.y_dtype, total * factor);
     }
   }
 };
 
-template <int FMT, class E, int NT, int KC, int RING, int WARPS>
+template <int FMT, class E, int NT, int KC, int RING, int WARPS, int TERMS>
 __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_constant__ SkinnyArgs a) {
 #if __CUDA_ARCH__ >= 900  // on earlier ones it has not been measured, and is not asked
-  using S = SkinnyShape<FMT, NT, KC, RING, WARPS>;
+  using S = SkinnyShape<FMT, NT, KC, RING, WARPS, TERMS>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  SkinnyWarp<FMT, E, NT, KC, RING, WARPS> w{a, {shared, static_cast<uint32_t>(lane * 4), a.fields}, shared};
+  SkinnyWarp<FMT, E, NT, KC, RING, WARPS, TERMS> w{a, {shared, static_cast<uint32_t>(lane * 4), a.fields}, shared};
   w.lane = lane, w.g = lane / 4, w.t = lane % 4;
   const int pieces = a.chunks * a.tiles, first = pieces * warp / WARPS;
   w.count = pieces * (warp + 1) / WARPS - first;
@@ -376,7 +454,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
   w.sums = shared_address(shared) + S::sum_unit(a, warp, share >> 3) + (share & 7) * 16;
   w.sum_pitch = (warp < S::kInTable ? 256 : 128) << a.width_log;
   if constexpr (FMT == kNf4) {
-    fill_table<E, S::kThreads>(shared, threadIdx.x, a.book[threadIdx.x & 15]);
+    if constexpr (TERMS == 1) {
+      fill_rough_table<S::kThreads>(shared, threadIdx.x, a.rough_book[threadIdx.x & 15]);
+    } else {
+      fill_table<__half, S::kThreads>(shared, threadIdx.x, a.book[threadIdx.x & 15]);
+    }
     wait_for_all_but<RING>();  // the scales
     __syncthreads();
   }

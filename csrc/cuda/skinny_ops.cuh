@@ -32,6 +32,13 @@ __device__ __forceinline__ void store_shared4(uint32_t address, float a, float b
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+// The one with the larger magnitude, with any sign; NaN if one is.
+__device__ __forceinline__ uint32_t larger_bf16(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 // Copies started since the last call are complete, one after the other, before those started later.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>

@@ -2,10 +2,11 @@
 // the registers from which `wgmma` takes its left operand, and x lies in shared memory as the right one.
 //
 // A block owns some outs (rows of y.T) and N rows of x. One warpgroup loads: a warp asks the copy engine for codes, one
-// for x, two bring the scales of NF4 and turn them into pairs of 16-bit floats. The other G warpgroups decode one step
+// for x, two bring the scales of NF4. The other G warpgroups decode one step
 // while the matrix unit works on the step before. Each value of D is decoded once per N rows of x. Blocks that share a
 // tile (splits of the depth) form a cluster and add their sums through shared memory, always in the same order. With
-// D = 2, half of the warpgroups take every second 64 columns instead of other outs.
+// D = 2, half of the warpgroups take every second 64 columns instead of other outs. Values of NF4 are rounded to 16 bits
+// behind the multiplication with their scale; TERMS = 2 makes them sums of two bf16, where the result is float32.
 #pragma once
 
 #include "wide_load.cuh"
@@ -14,9 +15,9 @@ namespace eformer {
 
 #if EFORMER_HAS_WGMMA
 
-template <int FMT, class E, int FORM, int N, int G, int D>
-struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
-  using Loader = WideLoader<FMT, E, FORM, N, G, D>;
+template <int FMT, class E, int FORM, int N, int G, int D, int TERMS>
+struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
+  using Loader = WideLoader<FMT, E, FORM, N, G, D, TERMS>;
   using typename Loader::S;
   using typename Loader::W;
   using Loader::a, Loader::shared, Loader::full_x, Loader::empty_x, Loader::full_c, Loader::empty_c;
@@ -24,7 +25,7 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
   using Loader::x_at, Loader::codes_at, Loader::scales_at;
 
   __device__ __forceinline__ void multiply(float (&acc)[S::kTiles][N / 2], int group, int lane, int warp) {
-    using Decoder = WideDecoder<FMT, E, FORM, S>;
+    using Decoder = WideDecoder<FMT, E, FORM, S, TERMS>;
     Decoder decoder;
     decoder.start(shared_address(shared), shared_address(shared + W::kConstants), group % W::kSides, warp, lane);
     const int turn = group / W::kSides;
@@ -32,7 +33,7 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
     Ring<W::kXStages> x;
     x.slot = turn;
     int done = -1;  // the slot of x that is free when the groups before the last one are done
-    uint32_t frag[2][16];
+    uint32_t frag[2][TERMS][16];
     constexpr int kHere = S::kXStages / D, kCount = kHere * S::kSteps;  // steps in a stage of codes
     static_assert(kCount % 2 == 0, "two steps take turns with the registers");
 #pragma unroll 1
@@ -44,7 +45,7 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const int part = i % S::kSteps;
-        uint32_t(&mine)[16] = frag[i % 2];
+        uint32_t(&mine)[TERMS][16] = frag[i % 2];
         if constexpr (!S::kAhead) decoder.load(words, codes_here, scales_here, i / S::kSteps * D + turn, part);
         decoder.decode(mine, words);
         if (S::kAhead && i + 1 < kCount) {
@@ -56,7 +57,8 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // four instructions: a tile 64 deep, or two tiles 32 deep
           const int tile = k % S::kTiles, deep = part * 2 + k / S::kTiles;
-          wgmma<E, N>(acc[tile], mine + 4 * k, b + deep * 2);
+#pragma unroll
+          for (int term = 0; term < TERMS; ++term) wgmma<E, N>(acc[tile], mine[term] + 4 * k, b + deep * 2);
         }
         wgmma_commit();
         wgmma_wait<1>();
@@ -134,19 +136,18 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D> {
   }
 };
 
-// The pairs of decode.cuh's table, by `count` threads.
-template <class E>
+// All 256 pairs of NF4 values in float32, one copy per lane, by `count` threads.
 __device__ __forceinline__ void fill_wide_table(uint8_t* table, int thread, int count) {
-  const float mine = kCodebook[thread & 15] * kCodebookFactor<E>;
-  for (int i = thread; i < 256 * 8; i += count) {
-    const int code = i >> 3;  // eight lanes write one row
-    const uint32_t pair = Pair<E>::pack(__shfl_sync(~0u, mine, code >> 4), __shfl_sync(~0u, mine, code & 15));
-    *reinterpret_cast<uint4*>(table + code * 256 + (i & 7) * 16) = make_uint4(pair, pair, pair, pair);
+  const float mine = kCodebook[thread & 15];
+  for (int i = thread; i < 256 * 16; i += count) {
+    const int code = i >> 4;  // sixteen lanes write one row
+    const float first = __shfl_sync(~0u, mine, code >> 4), second = __shfl_sync(~0u, mine, code & 15);
+    *reinterpret_cast<float4*>(table + code * 256 + (i & 15) * 16) = make_float4(first, second, first, second);
   }
 }
 #endif
 
-template <int FMT, class E, int FORM, int N, int G, int D>
+template <int FMT, class E, int FORM, int N, int G, int D, int TERMS>
 __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
     wide_kernel(const __grid_constant__ WideArgs a) {
 #if EFORMER_HAS_WGMMA
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const int split = blockIdx.y, splits = gridDim.y;
-  WideBlock<FMT, E, FORM, N, G, D> block{{a, shared}};
+  WideBlock<FMT, E, FORM, N, G, D, TERMS> block{{a, shared}};
   block.out0 = blockIdx.x / a.m_chunks * W::kOuts, block.m0 = blockIdx.x % a.m_chunks * N;
   block.matrix = blockIdx.z;
   block.first = split * a.stages_per_split, block.last = min(a.stages, block.first + a.stages_per_split);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
   } else {
     take_registers<W::kRegisters>();
     if constexpr (FMT == kNf4) {
-      fill_wide_table<E>(shared, threadIdx.x, G * 128);
+      fill_wide_table(shared, threadIdx.x, G * 128);
       asm volatile("bar.sync 1, %0;" ::"n"(G * 128) : "memory");
     }
     float acc[W::S::kTiles][N / 2];

@@ -30,12 +30,10 @@ struct WideStage {
   static constexpr int kBoxBytes = kRowBytes < 128 ? kRowBytes : 128;
   static constexpr int kBoxes = kRowBytes / kBoxBytes, kBoxRows = FORM == kDot ? kAllOuts : kDeep;
   static constexpr int kBytes = kBoxRows * kRowBytes;
-  // Scales of NF4, as pairs of 16-bit floats: dot (s, s) for every out and 64 columns, axpy those of two neighbours
-  // along the depth for every 64 outs. A scale is the sum of two such floats, so that only the product is rounded; the
-  // second ones lie behind all first ones. They are made in pieces of kScales.
+  // Scales of NF4 in float32: dot, one for every out and 64 columns; axpy, one for every place along the depth and 64
+  // outs, those of two neighbours along the depth side by side. They are made in pieces of kScales.
   static constexpr int kScales = FORM == kDot ? kXStages : kAllOuts / 64;
-  static constexpr int kRest = FMT == kNf4 ? (FORM == kDot ? kAllOuts : kDeep / 2) * kScales * 4 : 0;
-  static constexpr int kScaleBytes = 2 * kRest;
+  static constexpr int kScaleBytes = FMT == kNf4 ? (FORM == kDot ? kAllOuts : kDeep) * kScales * 4 : 0;
   // Loading the words of the next step early pays where they are many and no table is waited for.
   static constexpr bool kAhead = FMT == kInt8;
 };
@@ -52,10 +50,24 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
 __device__ __forceinline__ void load_words(uint32_t* to, uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address));
 }
-// v * (scale + rest), rounded once.
-template <class E>
-__device__ __forceinline__ uint32_t times(uint32_t v, uint32_t scale, uint32_t rest) {
-  return Pair<E>::fma(v, scale, Pair<E>::mul(v, rest));
+__device__ __forceinline__ float2 load_floats(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+// Two values of NF4, as float32 in the table, times their scales: rounded once, as a decoded matrix is. TERMS = 2: the
+// sum of two bf16. The first is cut off, and the second made no zero, for both to have the sign of the value.
+template <class E, int TERMS>
+__device__ __forceinline__ void scaled(uint32_t& first, uint32_t& second, float2 value, float low, float high) {
+  const float l = value.x * low, h = value.y * high;
+  if constexpr (TERMS == 1) {
+    first = Pair<E>::pack(l, h);
+  } else {
+    const uint32_t lb = __float_as_uint(l), hb = __float_as_uint(h);
+    first = __byte_perm(lb, hb, 0x7632);
+    second = Pair<E>::pack(__uint_as_float(lb | 1) - __uint_as_float(lb & 0xFFFF0000u),
+                           __uint_as_float(hb | 1) - __uint_as_float(hb & 0xFFFF0000u));
+  }
 }
 // Fields of WIDTH bits in both halves of a register: (field | 2^n) * factor - bias.
 template <class E, int LOW_BIT, int HIGH_BIT, int WIDTH>
@@ -79,18 +91,19 @@ __device__ __forceinline__ uint32_t bytes_to_floats(uint32_t r, uint32_t magic) 
   }
 }
 
-template <int FMT, class E, int FORM, class S>
+template <int FMT, class E, int FORM, class S, int TERMS>
 struct WideDecoder;
 
-template <int FMT, class E, class S>
-struct WideDecoder<FMT, E, kDot, S> {
+template <int FMT, class E, class S, int TERMS>
+struct WideDecoder<FMT, E, kDot, S, TERMS> {
   using F = Fields<E, FMT == kTernary ? 2 : 3, FMT == kTernary ? 0 : 2, FMT == kTernary ? 2 : 1>;
   static constexpr int kChunks = 4 / S::kPerByte;                       // of 16 bytes per row and 64 columns
   static constexpr int kWords = FMT == kBinary ? 2 : kChunks ? 4 * kChunks : 4;  // per row and step
   struct Words {
-    uint32_t w[2][kWords], scale[2], rest[2];  // rows g and g + 8
+    uint32_t w[2][kWords];  // rows g and g + 8
+    float scale[2];
   };
-  uint32_t table, lane4, select, rotate, row, g;
+  uint32_t table, lane8, select, rotate, row, g;
   uint32_t magic, factor, bias;  // of integers in a float's low bits
 
   static __device__ __forceinline__ void put_constants(uint32_t* to) {
@@ -99,7 +112,7 @@ struct WideDecoder<FMT, E, kDot, S> {
   __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
     const uint32_t t = lane % 4;
     g = lane / 4, row = side * 64 + warp * 16 + g;
-    table = table_at, lane4 = lane * 4;
+    table = table_at, lane8 = lane * 8;
     select = FMT == kNf4 ? 0x5504 | t << 4 : (2 * t) | (2 * t + 1) << 8;
     rotate = FMT == kTernary ? 8 * (t / 2) + (t % 2 ? 0 : 4) : (36 - 2 * t) % 32;
     magic = load_word(constants), factor = load_word(constants + 4), bias = load_word(constants + 8);
@@ -110,8 +123,7 @@ struct WideDecoder<FMT, E, kDot, S> {
     for (int h = 0; h < 2; ++h) {
       const uint32_t r = row + h * 8;
       if constexpr (FMT == kNf4) {
-        const uint32_t at = scales + (r * S::kXStages + stage) * 4;
-        v.scale[h] = load_word(at), v.rest[h] = load_word(at + S::kRest);
+        v.scale[h] = __uint_as_float(load_word(scales + (r * S::kXStages + stage) * 4));
       }
       if constexpr (FMT == kNf4 || FMT == kInt8) {
         constexpr int kPerBox = 8 / kChunks;  // steps in a box
@@ -126,21 +138,21 @@ struct WideDecoder<FMT, E, kDot, S> {
       }
     }
   }
-  __device__ __forceinline__ uint32_t look_up(uint32_t word, uint32_t scale, uint32_t rest) const {
-    return times<E>(load_word(table + __byte_perm(word, lane4, select)), scale, rest);
+  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, float scale) const {
+    scaled<E, TERMS>(a, rest, load_floats(table + __byte_perm(word, lane8, select)), scale, scale);
   }
   __device__ __forceinline__ uint32_t fields(uint32_t halves) const {
     return Pair<E>::fma((halves & F::kMask) | magic, factor, bias);
   }
-  __device__ __forceinline__ void decode(uint32_t (&a)[16], const Words& v) const {
+  __device__ __forceinline__ void decode(uint32_t (&a)[TERMS][16], const Words& v) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {  // 16 columns each
-        uint32_t &left = a[4 * k + h], &right = a[4 * k + 2 + h];
+        uint32_t &left = a[0][4 * k + h], &right = a[0][4 * k + 2 + h];
         if constexpr (FMT == kNf4) {
-          left = look_up(v.w[h][2 * k], v.scale[h], v.rest[h]);
-          right = look_up(v.w[h][2 * k + 1], v.scale[h], v.rest[h]);
+          look_up(left, a[TERMS - 1][4 * k + h], v.w[h][2 * k], v.scale[h]);
+          look_up(right, a[TERMS - 1][4 * k + 2 + h], v.w[h][2 * k + 1], v.scale[h]);
         } else if constexpr (FMT == kInt8) {
           left = bytes_to_floats<E>(__byte_perm(v.w[h][4 * k], v.w[h][4 * k + 1], select), magic);
           right = bytes_to_floats<E>(__byte_perm(v.w[h][4 * k + 2], v.w[h][4 * k + 3], select), magic);
@@ -157,12 +169,13 @@ struct WideDecoder<FMT, E, kDot, S> {
 };
 
 // The stored rows run along the outs, so a pair of neighbours along the depth comes out of two rows.
-template <int FMT, class E, class S>
-struct WideDecoder<FMT, E, kAxpy, S> {
+template <int FMT, class E, class S, int TERMS>
+struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   struct Words {
-    uint32_t w[2][4], scale[2][2], rest[2][2];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
+    uint32_t w[2][4];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
+    float2 scale[2][2];
   };
-  uint32_t table, lane4, even, odd;  // places of rows 2t and 2t + 1 of a stage
+  uint32_t table, lane8, even, odd;  // places of rows 2t and 2t + 1 of a stage
   uint32_t scale_at, up, magic;
 
   static __device__ __forceinline__ void put_constants(uint32_t* to) {
@@ -176,8 +189,8 @@ struct WideDecoder<FMT, E, kAxpy, S> {
   }
   __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
     const uint32_t t = lane % 4, g = lane / 4;
-    table = table_at, lane4 = lane * 4, up = g % 2 * 4, magic = load_word(constants);
-    scale_at = (t * S::kScales + side * 2 + warp / 2) * 4;
+    table = table_at, lane8 = lane * 8, up = g % 2 * 4, magic = load_word(constants);
+    scale_at = (t * S::kScales + side * 2 + warp / 2) * 8;
     const uint32_t byte = (side * S::kOuts + warp * 32 + g * 4) / S::kPerByte, chunk = byte % S::kBoxBytes >> 4;
     const uint32_t box = byte / S::kBoxBytes * S::kDeep * S::kBoxBytes + byte % 16;
     even = box + 2 * t * S::kBoxBytes + ((chunk ^ swap(2 * t)) << 4);
@@ -202,14 +215,13 @@ struct WideDecoder<FMT, E, kAxpy, S> {
         const uint32_t deep = stage * 64 + part * 32 + d * 16 + i % 2 * 8;
         v.w[d][i] = load_some(codes + (i < 2 ? even : odd) + deep * S::kBoxBytes);
         if constexpr (FMT == kNf4) {
-          const uint32_t at = scales + scale_at + deep / 2 * S::kScales * 4;
-          if (i < 2) v.scale[d][i] = load_word(at), v.rest[d][i] = load_word(at + S::kRest);
+          if (i < 2) v.scale[d][i] = load_floats(scales + scale_at + deep / 2 * S::kScales * 8);
         }
       }
     }
   }
-  __device__ __forceinline__ uint32_t look_up(uint32_t word, int byte, uint32_t scale, uint32_t rest) const {
-    return times<E>(load_word(table + __byte_perm(word, lane4, 0x5504 | byte << 4)), scale, rest);
+  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, int byte, float2 scale) const {
+    scaled<E, TERMS>(a, rest, load_floats(table + __byte_perm(word, lane8, 0x5504 | byte << 4)), scale.x, scale.y);
   }
   // Field i of both halves; see Decoder in decode.cuh.
   __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
@@ -224,19 +236,21 @@ struct WideDecoder<FMT, E, kAxpy, S> {
     }
   }
   // Two times 16 deep; registers of tile i and depth d begin at (2 d + i) * 4.
-  __device__ __forceinline__ void decode(uint32_t (&a)[16], const Words& v) const {
+  __device__ __forceinline__ void decode(uint32_t (&a)[TERMS][16], const Words& v) const {
 #pragma unroll
     for (int d = 0; d < 2; ++d) {
-      uint32_t* to = a + 8 * d;
+      uint32_t *to = a[0] + 8 * d, *rest = a[TERMS - 1] + 8 * d;
       const uint32_t e0 = v.w[d][0], e8 = v.w[d][1], o0 = v.w[d][2], o8 = v.w[d][3];
       if constexpr (FMT == kNf4) {
         const uint32_t e = __byte_perm(e0, e8, 0x5410), o = __byte_perm(o0, o8, 0x5410);
         const uint32_t high = (e & 0xF0F0F0F0u) | (o >> 4 & 0x0F0F0F0Fu), low = (e << 4 & 0xF0F0F0F0u) | (o & 0x0F0F0F0Fu);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t *s = v.scale[d], *r = v.rest[d];
-          to[4 * i] = look_up(high, i, s[0], r[0]), to[4 * i + 1] = look_up(low, i, s[0], r[0]);
-          to[4 * i + 2] = look_up(high, i + 2, s[1], r[1]), to[4 * i + 3] = look_up(low, i + 2, s[1], r[1]);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            look_up(to[4 * i + 2 * h], rest[4 * i + 2 * h], high, i + 2 * h, v.scale[d][h]);
+            look_up(to[4 * i + 2 * h + 1], rest[4 * i + 2 * h + 1], low, i + 2 * h, v.scale[d][h]);
+          }
         }
       } else if constexpr (FMT == kInt8) {
 #pragma unroll

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <type_traits>
 
 #include "device.h"
 #include "kernels.h"
@@ -10,7 +11,7 @@
 
 namespace eformer {
 
-template <int FMT, class E, int FORM, int N, int G, int D>
+template <int FMT, class E, int FORM, int N, int G, int D, int TERMS = 1>
 cudaError_t launch_wide(cudaStream_t stream, const Product& p) {
   using W = WideShape<FMT, FORM, N, G, D>;
   using S = typename W::S;
@@ -37,7 +38,7 @@ cudaError_t launch_wide(cudaStream_t stream, const Product& p) {
                     kBox == 16 ? 0 : static_cast<int>(kBox)};
   const Boxes x{p.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, {width, m, count}, {width * 2, width * 2 * m}, {64, N, 1}, 128};
   if (!make_tensor_map(&a.codes_map, codes) || !make_tensor_map(&a.x_map, x)) return cudaErrorNotSupported;
-  auto* kernel = &wide_kernel<FMT, E, FORM, N, G, D>;
+  auto* kernel = &wide_kernel<FMT, E, FORM, N, G, D, TERMS>;
   static std::atomic<uint64_t> allowed{0};
   Device device;
   if (cudaError_t e = current_device(&device)) return e;
@@ -76,6 +77,19 @@ cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
   return few ? launch_wide<FMT, E, FORM, 128, 2, 2>(stream, w.p) : launch_wide<FMT, E, FORM, 128, 2, 1>(stream, w.p);
 }
 
+// NF4 as sums of two bf16: registers for two warpgroups.
+template <class E, int FORM, int N>
+cudaError_t launch_terms(cudaStream_t stream, const WideProduct& w) {
+  return w.outs <= (FORM == kDot ? 64 : 128) ? launch_wide<kNf4, E, FORM, N, 2, 2, 2>(stream, w.p)
+                                             : launch_wide<kNf4, E, FORM, N, 2, 1, 2>(stream, w.p);
+}
+template <class E, int FORM>
+cudaError_t choose_terms(cudaStream_t stream, const WideProduct& w) {
+  if (w.width <= 16) return launch_terms<E, FORM, 16>(stream, w);
+  if (w.width <= 32) return launch_terms<E, FORM, 32>(stream, w);
+  return w.width <= 64 ? launch_terms<E, FORM, 64>(stream, w) : launch_terms<E, FORM, 128>(stream, w);
+}
+
 template <class E, int FORM>
 cudaError_t choose_wide_format(cudaStream_t stream, const WideProduct& w) {
   Device device;
@@ -83,7 +97,11 @@ cudaError_t choose_wide_format(cudaStream_t stream, const WideProduct& w) {
   if (device.major != 9) return cudaErrorNotSupported;  // no other generation has the instruction
   switch (w.p.d.fmt) {
     case 0:
-      return w.p.d.block % 64 ? cudaErrorNotSupported : choose_wide<kNf4, E, FORM>(stream, w);
+      if (w.p.d.block % 64) return cudaErrorNotSupported;
+      if constexpr (std::is_same_v<E, __nv_bfloat16>) {
+        if (w.p.y_dtype == kF32) return choose_terms<E, FORM>(stream, w);
+      }
+      return choose_wide<kNf4, E, FORM>(stream, w);
     case 1:
       return choose_wide<kInt8, E, FORM>(stream, w);
     case 2:

@@ -46,12 +46,6 @@ struct WideShape {
 
 #if EFORMER_HAS_WGMMA
 
-template <class E>
-__device__ __forceinline__ float unpack(uint32_t bits) {
-  if constexpr (item_kind<E> == kBf16) return __uint_as_float(bits << 16);
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-}
-
 // A place in a ring, and how often it has been passed.
 template <int COUNT>
 struct Ring {
@@ -61,7 +55,7 @@ struct Ring {
   }
 };
 
-template <int FMT, class E, int FORM, int N, int G, int D>
+template <int FMT, class E, int FORM, int N, int G, int D, int TERMS>
 struct WideLoader {
   using W = WideShape<FMT, FORM, N, G, D>;
   using S = typename W::S;
@@ -81,7 +75,7 @@ struct WideLoader {
       for (int i = 0; i < W::kXStages; ++i) barrier_init(&full_x[i], 1), barrier_init(&empty_x[i], W::kSides * 4);
       constexpr int kSources = FMT == kNf4 ? 65 : 1;  // the copy engine, and two warps with scales
       for (int i = 0; i < W::kCodeStages; ++i) barrier_init(&full_c[i], kSources), barrier_init(&empty_c[i], G * 128);
-      WideDecoder<FMT, E, FORM, S>::put_constants(reinterpret_cast<uint32_t*>(shared + W::kConstants));
+      WideDecoder<FMT, E, FORM, S, TERMS>::put_constants(reinterpret_cast<uint32_t*>(shared + W::kConstants));
       barriers_visible_to_cluster();
     }
   }
@@ -147,17 +141,8 @@ struct WideLoader {
                           : scales_of(scale, stage * S::kDeep + 2 * thread + i, out0);
     }
   }
-  static __device__ __forceinline__ void put_pairs(uint32_t at, const Scales& low, const Scales& high) {
-    constexpr float f = 1.f / kCodebookFactor<E>;
-#pragma unroll
-    for (int j = 0; j < S::kScales; ++j) {
-      const float l = low.v[j] * f, h = high.v[j] * f;
-      const uint32_t both = Pair<E>::pack(l, h);
-      const uint32_t rest = Pair<E>::pack(l - unpack<E>(both & 0xFFFF), h - unpack<E>(both >> 16));
-      asm volatile("st.shared.b32 [%0], %1;\nst.shared.b32 [%2], %3;" ::"r"(at + j * 4), "r"(both),
-                   "r"(at + j * 4 + S::kRest), "r"(rest)
-                   : "memory");
-    }
+  static __device__ __forceinline__ void put(uint32_t at, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(a), "f"(b) : "memory");
   }
   // By two warps, which ask for the scales of a stage before they wait for room for those of the stage before.
   __device__ __forceinline__ void load_scales(int thread) {
@@ -171,12 +156,16 @@ struct WideLoader {
       for (int i = 0; i < kMine; ++i) now[i] = next[i];
       if (stage + 1 < last) fetch_scales(next, scale, stage + 1, thread);
       barrier_wait(&empty_c[ring.slot], ring.phase ^ 1);
-      const uint32_t to = scales_at(ring.slot) + thread * (S::kScales * 4);
-      if constexpr (FORM == kDot) {
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) put_pairs(to + i * (64 * S::kScales * 4), now[i], now[i]);
-      } else {
-        put_pairs(to, now[0], now[1]);
+      for (int i = 0; i < (FORM == kDot ? kMine : 1); ++i) {
+        const uint32_t to = scales_at(ring.slot) + (thread + 64 * i) * (S::kScales * (FORM == kDot ? 4 : 8));
+#pragma unroll
+        for (int j = 0; j < S::kScales; ++j) {
+          if constexpr (FORM == kAxpy) put(to + j * 8, now[0].v[j], now[1].v[j]);
+          if constexpr (FORM == kDot) {
+            if (j % 2 == 0) put(to + j * 4, now[i].v[j], now[i].v[j + 1]);
+          }
+        }
       }
       barrier_arrive(&full_c[ring.slot]);
     }

@@ -36,7 +36,7 @@ def is_kernel_available(fmt: str = "nf4") -> bool:
     """
     one_of("fmt", fmt, FORMATS)
     row = FORMATS[fmt]
-    x, scale = jax.ShapeDtypeStruct((1, 64), jnp.float32), jax.ShapeDtypeStruct((128, 1), jnp.float32)
+    x, scale = jax.ShapeDtypeStruct((2, 64), jnp.float32), jax.ShapeDtypeStruct((128, 1), jnp.float32)
     codes = jax.ShapeDtypeStruct(row.stored_shape(128, 64, 64), row.code_dtype)
     options = {"fmt": fmt, "form": "dot", "cols": 64, "preference": "native"}
     with nf4_use_kernel(True):

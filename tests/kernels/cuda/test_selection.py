@@ -167,3 +167,21 @@ def test_the_cut_fills_the_chip() -> None:
                 blocks = -(-rows // (16 * tiles)) * splits * chunks
                 if rows * splits >= 16 * 132:
                     assert blocks >= 112
+
+
+@pytest.mark.usefixtures("present")
+def test_small_matrices_that_the_wide_kernel_does_not_take_are_decoded_first() -> None:
+    case = make_case(RNG, "int8", 301, 200, scale="row")  # rows of 200 bytes
+    for m, target in ((8, "qmatmul"), (9, "dequant"), (64, "dequant")):
+        assert f"@eformer_cuda_{target}" in lowered(case.product, jnp.ones((m, 200), jnp.bfloat16))
+    stack = make_case(RNG, "int8", 301, 200, batch=(2,), scale="row")
+    assert "@eformer_cuda_qmatmul" in lowered(stack.product, jnp.ones((2, 64, 200), jnp.bfloat16))
+
+
+@pytest.mark.usefixtures("present")
+def test_one_row_of_float32_is_left_to_xla() -> None:
+    for options in ({"dtype": jnp.float32}, {"out_dtype": jnp.float32}):
+        found = choice(m=1, **options)
+        assert found.name == "xla"
+        assert "one row in float32" in dict(found.rejected)["native_cuda"]
+        assert choice(m=2, **options).name == "native_cuda"

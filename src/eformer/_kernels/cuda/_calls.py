@@ -7,6 +7,7 @@ at the speed of a copy, and XLA multiplies with cuBLAS.
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,12 +23,15 @@ from .tuning import cut, generation, is_skinny
 
 # Rows of x up to which scales are kept out of the decoded matrix.
 FOLD_M = 256
+# Rows of x up to which one matrix of so few values is not decoded first, where the wide kernel does not take it.
+SMALL, SMALL_M = 1 << 23, MappingProxyType({"int8": 8})
 
 
 def decodes_while_multiplying(problem: Problem) -> bool:
     """Is this a product for the fused kernel? Otherwise the matrix is decoded first."""
-    exact = problem.x_dtype == F32 and problem.precision not in (None, lax.Precision.DEFAULT)
-    few = problem.m <= generation().largest_m
+    exact = _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
+    small = problem.rows * problem.cols <= SMALL and not problem.batch
+    few = problem.m <= (SMALL_M.get(problem.fmt, 16) if small else generation().largest_m)
     return problem.form == "dot" and few and not exact and not problem.scaled_both_ways
 
 
@@ -71,34 +75,40 @@ def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Arr
 def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
     """x in 16 bits, a scale the kernel takes, and what makes y of its result (None: nothing).
 
-    A scale along the contracted axis goes into x. A float32 x becomes two bfloat16 that add up to it, as more rows.
+    A scale along the contracted axis goes into x. What 16 bits do not hold becomes two bfloat16 that add up to it, as
+    more rows.
     """
     if problem.fmt == "nf4":
         assert scale is not None  # checked with the storage
         scale = scale.astype(F32) if scale.dtype == F16 else scale
-    elif scale is not None and scale.shape[-1 if problem.form == "dot" else -2] != 1:
+    elif _wide.scales_x(problem):
+        assert scale is not None
         x = x.astype(F32) * scale.astype(F32).reshape(scale.shape[0], 1, -1)
         scale = None
-        x = x if problem.x_dtype == F32 else x.astype(BF16)
-    if x.dtype != F32:
+        x = x if _wide.doubles_rows(problem) else x.astype(BF16)
+    if not _wide.doubles_rows(problem):
         return x, scale, None
+    x = x.astype(F32)
     rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA would undo a conversion there and back
-    high, low = rounded.astype(BF16), (x - rounded).astype(BF16)
+    high = jnp.clip(rounded, float(jnp.finfo(BF16).min), float(jnp.finfo(BF16).max))
+    low = x - high  # an infinity stays one
 
     def merge(y: jax.Array) -> jax.Array:
         top, bottom = jnp.split(y, 2, axis=-2)
         return top + bottom
 
-    return jnp.concatenate([high, low], axis=-2), scale, merge
+    return jnp.concatenate([high.astype(BF16), low.astype(BF16)], axis=-2), scale, merge
 
 
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
     """One matrix at a time, so that only one decoded matrix exists."""
-    x, scale, after = fold(problem, x, scale)
+    scale, after = fold(problem, scale)
 
     def one(operands: tuple[Any, ...]) -> jax.Array:
         rows, stored, factors = operands
-        dense = _decoded(problem, stored, factors)
+        exact = factors is None  # integers
+        dense = _decoded(problem, stored, factors, problem.x_dtype if exact or not _wide.is_float32(problem) else F32)
+        rows = rows.astype(dense.dtype)
         dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
         wide = problem.out_dtype if problem.out_dtype == rows.dtype else F32
         wide = wide if after is None else F32
@@ -111,23 +121,19 @@ def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.A
     return (y if after is None else y * after).astype(problem.out_dtype)
 
 
-def fold(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
-    """x, scale, and a factor for y. Integer codes are exact in 16 bits: a scale that can stay outside is not rounded.
+def fold(problem: Problem, scale: jax.Array | None) -> tuple[jax.Array | None, Any]:
+    """The scale, and a factor for y. Integer codes are exact in 16 bits: a scale that can stay outside is not rounded.
 
-    With many rows, passes over x and y would cost more than that is worth.
+    With many rows, a pass over y would cost more than that is worth.
     """
-    if scale is None or problem.fmt == "nf4" or problem.m > FOLD_M or 1 not in scale.shape[-2:]:
-        return x, scale, None
-    per_column = scale.shape[-1] != 1
-    factor = scale.astype(F32).reshape(scale.shape[0], 1, -1)
-    if per_column == (problem.form == "axpy"):
-        return x, None, factor
-    return (x.astype(F32) * factor).astype(x.dtype), None, None
+    if scale is None or problem.fmt == "nf4" or problem.m > FOLD_M or _wide.scales_x(problem):
+        return scale, None
+    return None, scale.astype(F32).reshape(scale.shape[0], 1, -1)
 
 
-def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     operands = (codes[None], None if scale is None else scale[None])
-    result: Result = ((1, problem.rows, problem.cols), problem.x_dtype)
+    result: Result = ((1, problem.rows, problem.cols), dtype)
     (dense,) = call(LIBRARY, "dequant", [result], operands, **storage_attributes(problem))
     return dense[0]
 

@@ -14,7 +14,7 @@ LIMITS = Limits(
 
 
 def refuses_product(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or refuses_machine(problem.platform)
+    return LIMITS.refuses_product(problem) or _refuses_one_row(problem) or refuses_machine(problem.platform)
 
 
 def refuses_ragged(problem: Problem) -> str | None:
@@ -30,6 +30,13 @@ def refuses_machine(platform: str) -> str | None:
     if platform != "cuda":
         return f"its kernels run on NVIDIA GPUs, not on {platform}"
     return loaded().reason
+
+
+def _refuses_one_row(problem: Problem) -> str | None:
+    """XLA multiplies one row of float32 without TF32, more accurately than 16-bit products can."""
+    if problem.m == 1 and not problem.batch and F32 in (problem.x_dtype, problem.out_dtype):
+        return "one row in float32 is summed up in float32, as in the dense product"
+    return None
 
 
 def _refuses_groups(problem: Problem) -> str | None:

@@ -14,12 +14,15 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from ..limits import F32
+from ..limits import BF16, F16, F32
 from ..parameters import Problem
 
-FEWEST = MappingProxyType({"dot": 17, "axpy": 1})  # rows of x
-SMALL, FEWEST_SMALL = 1 << 26, 9  # values of an INT8 matrix up to which it is quicker from 9 rows of x on
-MOST = 1024  # from here on, decoding once and multiplying with cuBLAS is as quick
+FEWEST = 17  # rows of x in the dot form
+FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
+SMALL = MappingProxyType({"int8": 1 << 26, "nf4": 1 << 24})  # values of such a matrix
+LONG = MappingProxyType({"nf4": 8192})  # or more columns than these
+# Rows of x from which on decoding once and multiplying with cuBLAS is as quick; for NF4 as sums of two bf16, earlier.
+MOST, MOST_SUMS = 1024, 256
 
 
 class Cut(NamedTuple):
@@ -74,16 +77,39 @@ def has_wgmma() -> bool:
     return getattr(device, "compute_capability", "") == "9.0"
 
 
+def is_float32(problem: Problem) -> bool:
+    """Is the dense product one of float32? Then weights must not be rounded to 16 bits."""
+    return F32 in (problem.x_dtype, problem.out_dtype)
+
+
+def scales_x(problem: Problem) -> bool:
+    """Does a scale run along the contracted axis?"""
+    if problem.fmt == "nf4" or problem.scale_shape is None:
+        return False
+    return problem.scale_shape[-1 if problem.form == "dot" else -2] != 1
+
+
+def doubles_rows(problem: Problem) -> bool:
+    """Does x become the sum of two bfloat16? One does for a scaled x whose product is bfloat16 anyway.
+
+    NF4 in f16 would lose small and large weights of a float32 product.
+    """
+    if scales_x(problem) and problem.x_dtype == problem.out_dtype == BF16:
+        return False
+    half = problem.fmt == "nf4" and problem.x_dtype == F16 and is_float32(problem)
+    return problem.x_dtype == F32 or half or scales_x(problem)
+
+
 def takes(problem: Problem) -> bool:
     """Can the wide kernel compute this product, and is it the quickest one that can?"""
-    doubled = problem.x_dtype == F32  # becomes two numbers of 16 bits
-    if doubled and problem.precision not in (None, lax.Precision.DEFAULT):
+    if is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT):
         return False
-    rows = problem.m * (2 if doubled else 1)
-    deep = problem.cols if problem.form == "dot" else problem.rows
-    small = problem.fmt == "int8" and problem.form == "dot" and problem.rows * problem.cols <= SMALL
-    fewest = FEWEST_SMALL if small else FEWEST[problem.form]
-    if not fewest <= rows <= MOST or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
+    rows = problem.m * (2 if doubles_rows(problem) else 1)
+    most = MOST_SUMS if problem.fmt == "nf4" and is_float32(problem) else MOST
+    deep, fmt = problem.cols if problem.form == "dot" else problem.rows, problem.fmt
+    small = problem.rows * problem.cols <= SMALL.get(fmt, 0) or problem.cols > LONG.get(fmt, problem.cols)
+    fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST
+    if not fewest <= rows <= most or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
     if problem.fmt == "nf4":
         return (problem.block or 0) % 64 == 0

@@ -18,11 +18,10 @@ from ..formats import FORMATS
 
 
 class Skinny(NamedTuple):
-    """Rows of x up to which it is the quickest; of how many columns it takes a multiple; most columns above 8 rows."""
+    """Rows of x up to which it is the quickest, and of how many columns it takes a multiple."""
 
     rows: int
     columns: int
-    most: int = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Generation:
 
 STAGE_COST = MappingProxyType({1: 1.0, 2: 2.5, 4: 4.0, 8: 6.0})
 SKINNY = MappingProxyType(
-    {"nf4": Skinny(16, 256, 8192), "int8": Skinny(16, 128), "ternary": Skinny(16, 256), "binary": Skinny(16, 256)}
+    {"nf4": Skinny(16, 256), "int8": Skinny(16, 128), "ternary": Skinny(16, 256), "binary": Skinny(16, 256)}
 )
 NOT_SKINNY: Mapping[str, Skinny] = MappingProxyType({})
 TABLE: Mapping[str, Generation] = MappingProxyType(
@@ -100,6 +99,4 @@ def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
 def is_skinny(fmt: str, m: int, cols: int) -> bool:
     """Is this product for the kernel of csrc/cuda/skinny.cuh? The library still checks blocks and alignment."""
     limits = generation().skinny.get(fmt)
-    if limits is None or cols % limits.columns:
-        return False
-    return m <= (limits.rows if cols <= limits.most else min(limits.rows, 8))
+    return limits is not None and m <= limits.rows and cols % limits.columns == 0
