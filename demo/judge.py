@@ -12,7 +12,7 @@ import numpy as np
 
 from eformer.jaximus import explain, materialization_policy
 from eformer.models import CHUNK, Config, Params, forward, make_cache
-from eformer.models._generation import steps
+from eformer.models._decoder import steps
 
 
 def loss(config: Config, params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:

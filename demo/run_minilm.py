@@ -15,7 +15,7 @@ import numpy as np
 
 from eformer.jaximus import explain, materialization_policy
 from eformer.models import Tokenizer
-from eformer.models._packages import model_file
+from eformer.models._llama_file import model_file
 from eformer.serialization import load
 
 from . import bert, formats, picture, text

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from eformer.models import generate, load
-from eformer.models._packages import SMOLLM2, model_file
+from eformer.models._llama_file import SMOLLM2, model_file
 from eformer.ops.quantization import quantize_tree
 
 from . import formats, judge, picture, text

@@ -13,7 +13,7 @@ from models.test_tokenizers import word_pieces
 
 from demo import formats, run_minilm, run_smollm2, text
 from demo.__main__ import main
-from eformer.models import _packages
+from eformer.models import _llama_file
 from eformer.serialization import save
 
 FEW = {"f32": None, "int8": "int8", "nf4": "nf4"}
@@ -33,7 +33,7 @@ def run(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    module, distribution, pattern = _packages.SMOLLM2
+    module, distribution, pattern = _llama_file.SMOLLM2
     (package / module).mkdir()
     tiny.write(package / module / "model.gguf", "Q8_0", **{"tokenizer.ggml.eos_token_id": np.uint32(0)})
     monkeypatch.setattr(text, "topics", lambda held_out: 60 * "ab cd dab\n")
@@ -47,7 +47,7 @@ def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkey
     assert rows["nf4"]["nbytes"] < rows["int8"]["nbytes"] < rows["f32"]["nbytes"]
     assert all(row["bit_equal"] and not row["materializations"] for row in rows.values())
     assert set(found["text"]) == {"f32", "nf4"}
-    assert _packages.model_file(module, distribution, pattern).name == "model.gguf"
+    assert _llama_file.model_file(module, distribution, pattern).name == "model.gguf"
 
 
 def test_a_bert_model(package: Path, capsys: pytest.CaptureFixture[str]):

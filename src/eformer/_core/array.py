@@ -21,9 +21,8 @@ from eformer._jax import callers, traces
 
 from . import materialization as _materialization
 from . import shape_dtype as _shape_dtype
-from . import vmap_axes as _vmap_axes
 from .box import box
-from .fields import AUX, DECLARED, layout, replaceable_fields
+from .fields import AUX, DECLARED, check_mapped, layout, replaceable_fields, source_of, static_data_of
 from .operators import ArrayOperators
 
 _CACHES = ("_known", "_aval", "_aux")
@@ -347,11 +346,11 @@ def _static_data(q: ImplicitArray) -> Any:
     aux = state.get("_aux")
     if aux is None:
         data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks")))
-        aux = state["_aux"] = _vmap_axes.static_data_of(q, data)
-    elif (source := _vmap_axes.source_of(aux)) is not q:
-        state["_aux"] = _vmap_axes.static_data_of(q, aux)
+        aux = state["_aux"] = static_data_of(q, data)
+    elif (source := source_of(aux)) is not q:
+        state["_aux"] = static_data_of(q, aux)
         try:
-            _vmap_axes.check(q, source)
+            check_mapped(q, source)
         except BaseException:
             state["_aux"] = aux  # so that the next use is refused, too
             raise

@@ -18,7 +18,7 @@ from eformer._jax import jaxprs, traces
 
 from .box import jvp_of_moving
 from .materialization import dense_for, materialize
-from .placement import child_specs
+from .rules_call import child_specs
 from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
 
 

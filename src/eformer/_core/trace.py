@@ -26,7 +26,7 @@ from .registry import registry
 
 registry.any_operand = jax.Array | ImplicitArray
 
-# Structural rules by primitive name: rule(primitive, values, params) -> result. `rules_*` and `placement` fill it in.
+# Structural rules by primitive name: rule(primitive, values, params) -> result. `rules_*` fill it in.
 STRUCTURAL: dict[str, Callable[..., Any]] = {}
 # Rules of the three primitives JAX hands to traces with functions instead of jaxprs.
 CALL_RULES: dict[str, Callable[..., Any]] = {}

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._core import AvalMismatchError, ImplicitArray
+from eformer._core import ImplicitArray
 from eformer._core.materialization import materialize_on_request
 from eformer._jax import traces
+from eformer.errors import AvalMismatchError
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eformer.models import CHUNK, Model, generate
-from eformer.models._llama_file import read
-from eformer.models._packages import SMOLLM2, model_file
+from eformer.models._llama_file import SMOLLM2, model_file, read
 from eformer.ops.quantization import quantize_tree
 from eformer.ops.quantization import report as report_of
 from eformer.serialization import GgufFile

@@ -11,14 +11,14 @@ Tokenizers need the package `tokenizers`: `pip install 'eformer[models]'`.
 [16, 4]
 """
 
+from ._decoder import CHUNK as CHUNK
 from ._decoder import Config as Config
+from ._decoder import Model as Model
 from ._decoder import Params as Params
 from ._decoder import decode as decode
 from ._decoder import forward as forward
+from ._decoder import generate as generate
 from ._decoder import init as init
 from ._decoder import make_cache as make_cache
-from ._generation import CHUNK as CHUNK
-from ._generation import Model as Model
-from ._generation import generate as generate
 from ._llama_file import load as load
 from ._tokenizer import Tokenizer as Tokenizer

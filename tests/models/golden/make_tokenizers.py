@@ -9,7 +9,7 @@ import json
 import random
 from pathlib import Path
 
-from eformer.models._packages import SMOLLM2, model_file
+from eformer.models._llama_file import SMOLLM2, model_file
 from eformer.serialization import open_gguf
 
 TEXTS = [

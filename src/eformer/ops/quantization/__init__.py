@@ -8,6 +8,7 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
+from eformer._formats.documented import public_names as _public_names
 from eformer._kernels.backends import is_kernel_available as is_kernel_available
 from eformer._kernels.switch import nf4_use_kernel as nf4_use_kernel
 from eformer._lora import LoraArray as LoraArray
@@ -37,32 +38,4 @@ from .implicit_array_8bit import straight_through_8bit as straight_through_8bit
 from .implicit_array_nf4 import ArrayNF4 as ArrayNF4
 from .implicit_array_nf4 import straight_through_nf4 as straight_through_nf4
 
-__all__ = [
-    "Array1B",
-    "Array8B",
-    "ArrayNF4",
-    "LoraArray",
-    "MergeReport",
-    "QuantizationConfig",
-    "QuantizationType",
-    "Report",
-    "ShardingError",
-    "add_lora",
-    "dequantize_tree",
-    "fake_quantize_tree",
-    "is_kernel_available",
-    "lora_mask",
-    "matmul_bf16_int8_weight_only",
-    "merge",
-    "merge_lora",
-    "nf4_use_kernel",
-    "quant_delay",
-    "quantize",
-    "quantize_tree",
-    "report",
-    "split_trainable",
-    "straight_through",
-    "straight_through_1bit",
-    "straight_through_8bit",
-    "straight_through_nf4",
-]
+globals().update(__all__=_public_names(globals()))

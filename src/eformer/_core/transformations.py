@@ -1,7 +1,8 @@
-"""`implicit`: the decorator, the call and the `with` block that turn dispatch on."""
+"""What users wrap around their functions: `implicit`, which turns dispatch on, `ste` and `explain`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -9,10 +10,15 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from eformer._jax import traces
+from eformer._record import Event, recorder
 
+from .materialization import fresh_trace, materialize_on_request
 from .trace import ImplicitTrace, is_implicit, open_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,3 +186,140 @@ def _async_generator(fn: Any) -> Any:
             await _Awaitable(trace, inner.aclose())
 
     return generator
+
+
+# -- ste: the straight-through estimator -------------------------------------------------------------------------------
+
+
+def ste(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Differentiate `func(x, *args, **kwargs)` as if it returned `x`.
+
+    The forward pass is `func`, its result materialized if it is an implicit array; the backward pass hands the gradient
+    of the result to the first argument and nothing to the others. `x` may be a pytree; the result has its structure and
+    shapes. Arguments that are not arrays (block sizes, dtypes, flags) stay Python values.
+
+    >>> round_ste = ste(jnp.round)
+    >>> float(jax.grad(lambda x: 3.0 * round_ste(x))(0.4))
+    3.0
+    """
+
+    @functools.wraps(func)
+    def straight_through(*args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = _first_argument(func, args, kwargs)
+        x = jtu.tree_map(lambda leaf: _dense(leaf) if is_implicit(leaf) else leaf, x, is_leaf=is_implicit)
+        leaves, treedef = jtu.tree_flatten((args, kwargs))
+        dynamic = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves]
+        arrays = [leaf for leaf, is_array in zip(leaves, dynamic, strict=True) if is_array]
+
+        @jax.custom_jvp
+        def forward(x: Any, arrays: list[Any]) -> Any:
+            remaining = iter(arrays)
+            filled = [next(remaining) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
+            args, kwargs = jtu.tree_unflatten(treedef, filled)
+            out = jtu.tree_map(_dense, func(x, *args, **kwargs), is_leaf=is_implicit)
+            _require_same_shapes(func, x, out)
+            return out
+
+        @forward.defjvp
+        def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            out = forward(*primals)
+            return out, jtu.tree_map(_tangent_like, tangents[0], out)
+
+        return forward(x, arrays)
+
+    return straight_through
+
+
+def _first_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
+    """The first argument, also when it is given by its name, and the others."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next(iter(inspect.signature(func).parameters), None)
+    if name not in kwargs:
+        called = getattr(func, "__name__", repr(func))
+        raise TypeError(f"ste({called}) differentiates with respect to its first argument, {name!r}, which is missing.")
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _dense(x: Any) -> Any:
+    return materialize_on_request(x) if is_implicit(x) else jnp.asarray(x)
+
+
+def _tangent_like(tangent: Any, out: Any) -> Any:
+    if not jnp.issubdtype(out.dtype, jnp.inexact):
+        return np.zeros(out.shape, jax.dtypes.float0)
+    if tangent.dtype == jax.dtypes.float0:
+        return jnp.zeros_like(out)
+    return tangent.astype(out.dtype)
+
+
+def _require_same_shapes(func: Any, x: Any, out: Any) -> None:
+    same_structure = jtu.tree_structure(x) == jtu.tree_structure(out)
+    if not same_structure or any(
+        jnp.shape(a) != jnp.shape(b) for a, b in zip(jtu.tree_leaves(x), jtu.tree_leaves(out), strict=True)
+    ):
+        name = getattr(func, "__name__", repr(func))
+        raise ValueError(
+            f"ste({name}) must return what it is given: the gradient of its result goes to its first argument "
+            f"unchanged. It got {_shapes(x)} and returned {_shapes(out)}."
+        )
+
+
+def _shapes(tree: Any) -> Any:
+    return jtu.tree_map(lambda leaf: f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}", tree)
+
+
+# -- explain: what a program did with its implicit arrays, and why -----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Every materialization and every kernel choice of one run, in order; prints as text."""
+
+    events: tuple[Event, ...]
+    result: Any
+
+    @property
+    def materializations(self) -> tuple[Event, ...]:
+        return tuple(e for e in self.events if e.kind == "materialize")
+
+    @property
+    def kernels(self) -> tuple[Event, ...]:
+        return tuple(e for e in self.events if e.kind == "kernel")
+
+    def __str__(self) -> str:
+        if not self.events:
+            return "nothing was materialized, and no kernel was chosen"
+        return "\n".join(map(_line, self.events))
+
+    __repr__ = __str__
+
+
+def _line(event: Event) -> str:
+    if event.kind in ("materialize", "decode"):
+        rows = f"decoded {event.dtype}[{','.join(map(str, event.shape))}] of"
+        done = "materialized" if event.kind == "materialize" else rows
+        return f"{done} {event.array} for {event.primitive} at {event.where} ({event.dense_bytes:,} bytes dense)"
+    known = ("op", "name", "reason", "rejected")
+    facts = ", ".join(f"{k}={v}" for k, v in event.fields.items() if k not in known)
+    lines = [
+        f"{event.kind} {event.fields.get('op', '')}: {event.fields.get('name', '')}, {event.fields.get('reason', '')}"
+    ]
+    lines += [f"    not {name}: {why}" for name, why in event.fields.get("rejected", ())]
+    return "\n".join([*lines, f"    {facts}"])
+
+
+def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
+    """Trace and run `fn` once, and report what happened to its implicit arrays.
+
+    >>> import jax.numpy as jnp
+    >>> print(explain(lambda x: x + 1)(jnp.ones(3)))
+    nothing was materialized, and no kernel was chosen
+    """
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        with recorder() as events, fresh_trace(object()):
+            result = fn(*args, **kwargs)
+        return Explanation(tuple(events), result)
+
+    return explained
