@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eformer._formats.nf4 import codec, double
+from eformer._formats.nf4 import codec
+
+from . import references
 
 GOLDEN = dict(np.load(Path(__file__).parent / "golden" / "nf4.npz"))
 CASES = sorted({name.split("/")[0] for name in GOLDEN if name.endswith("/packed")})
@@ -65,11 +67,11 @@ def test_fast_equals_reference_on_every_axis(shape, block_size):
     w = normal(shape, seed=sum(shape) + block_size)
     for axis in range(-len(shape), 0):
         got = codec.encode(w, axis=axis, block_size=block_size)
-        assert_same(got, codec.encode_reference(w, axis=axis, block_size=block_size))
+        assert_same(got, references.nf4_encode(w, axis=axis, block_size=block_size))
         arguments = {"axis": axis, "size": shape[axis], "dtype": jnp.float32}
         dense = codec.decode(*got, **arguments)
         assert dense.shape == shape
-        assert_same([dense], [codec.decode_reference(*got, **arguments)])
+        assert_same([dense], [references.nf4_decode(*got, **arguments)])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e30])
@@ -77,7 +79,7 @@ def test_fast_equals_reference_on_many_values(scale):
     w = normal((512, 520), seed=3, scale=scale)
     for axis in (-1, -2):
         got = codec.encode(w, axis=axis, block_size=64)
-        assert_same(got, codec.encode_reference(w, axis=axis, block_size=64))
+        assert_same(got, references.nf4_encode(w, axis=axis, block_size=64))
 
 
 @settings(max_examples=25, deadline=None)
@@ -151,10 +153,10 @@ def test_the_largest_and_smallest_blocks_keep_their_precision():
 def test_half_precision_is_encoded_as_its_f32_value(dtype):
     w = jnp.asarray(normal((100, 70), seed=9), dtype)
     got = codec.encode(w, axis=-2, block_size=32)
-    assert_same(got, codec.encode_reference(np.asarray(w, np.float32), axis=-2, block_size=32))
+    assert_same(got, references.nf4_encode(np.asarray(w, np.float32), axis=-2, block_size=32))
     dense = codec.decode(*got, axis=-2, size=100, dtype=dtype)
     assert dense.dtype == dtype
-    assert_same([dense], [codec.decode_reference(*got, axis=-2, size=100, dtype=dtype)])
+    assert_same([dense], [references.nf4_decode(*got, axis=-2, size=100, dtype=dtype)])
 
 
 def test_f64_is_rounded_to_f32_first():
@@ -162,7 +164,7 @@ def test_f64_is_rounded_to_f32_first():
     with jax.enable_x64(True):
         got = codec.encode(jnp.asarray(w), axis=-2, block_size=64)
         dense = codec.decode(*got, axis=-2, size=64, dtype=jnp.float64)
-    assert_same(got, codec.encode_reference(w, axis=-2, block_size=64))
+    assert_same(got, references.nf4_encode(w, axis=-2, block_size=64))
     assert dense.dtype == np.float64
 
 
@@ -237,62 +239,62 @@ def test_storage_that_disagrees_is_refused():
 
 
 def test_dynamic_map_equals_bitsandbytes():
-    np.testing.assert_array_equal(double.DYNAMIC_MAP, GOLDEN["dynamic_map"], strict=True)
+    np.testing.assert_array_equal(codec.DYNAMIC_MAP, GOLDEN["dynamic_map"], strict=True)
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_double_quantization_equals_bitsandbytes(name):
     golden = {key: GOLDEN[f"{name}/{key}"] for key in ("absmax", "codes", "scale", "offset", "expanded")}
-    codes, scale, offset = double.compress_absmax(golden["absmax"])
+    codes, scale, offset = codec.compress_absmax(golden["absmax"])
     # Only the order of summation of the mean differs, so the statistics may be off by an ulp of the mean.
     ulp = 2 * np.spacing(golden["offset"])
     np.testing.assert_allclose(offset, golden["offset"], atol=ulp, rtol=0)
     np.testing.assert_allclose(scale, golden["scale"], atol=2 * ulp, rtol=0)
     np.testing.assert_array_equal(np.asarray(codes), golden["codes"])
-    exact = double.compress_reference(golden["absmax"], golden["offset"])
+    exact = references.nf4_compress(golden["absmax"], golden["offset"])
     assert_same(exact, [golden["codes"], golden["scale"]])
-    expanded = double.expand_absmax(golden["codes"], golden["scale"], golden["offset"])
+    expanded = codec.expand_absmax(golden["codes"], golden["scale"], golden["offset"])
     np.testing.assert_array_equal(np.asarray(expanded), golden["expanded"], strict=True)
 
 
 @pytest.mark.parametrize(("shape", "core_ndim"), [((4, 3, 100), 2), ((2, 2, 7, 5), 2), ((5, 300), 1), ((6,), None)])
 def test_double_quantization_keeps_batch_axes(shape, core_ndim):
     absmax = np.abs(normal(shape, seed=4)) + 1
-    codes, scale, offset = double.compress_absmax(absmax, core_ndim=core_ndim)
+    codes, scale, offset = codec.compress_absmax(absmax, core_ndim=core_ndim)
     batch = shape[: len(shape) - (core_ndim or len(shape))]
     core = int(np.prod(shape[len(batch) :]))
     assert codes.shape == shape
     assert scale.shape == (*batch, -(-core // 256))
     assert offset.shape == batch
-    expanded = np.asarray(double.expand_absmax(codes, scale, offset, core_ndim=core_ndim))
+    expanded = np.asarray(codec.expand_absmax(codes, scale, offset, core_ndim=core_ndim))
     for index in np.ndindex(batch):
-        one = double.compress_absmax(absmax[index])
+        one = codec.compress_absmax(absmax[index])
         np.testing.assert_array_equal(codes[index], one[0])
-        want, scales = double.compress_reference(absmax[index].reshape(-1), np.asarray(offset[index]))
+        want, scales = references.nf4_compress(absmax[index].reshape(-1), np.asarray(offset[index]))
         assert_same([codes[index].reshape(-1), scale[index]], [want, scales])
-        np.testing.assert_array_equal(expanded[index], double.expand_absmax(*one))
+        np.testing.assert_array_equal(expanded[index], codec.expand_absmax(*one))
     # The widest gap between two entries of the map is 0.0141 of the scale.
     assert np.abs(expanded - absmax).max() <= 0.0071 * np.asarray(scale).max()
 
 
 def test_double_quantization_contains_nan_and_keeps_constants():
     absmax = np.full((2, 300), 3.0, np.float32)
-    np.testing.assert_array_equal(double.expand_absmax(*double.compress_absmax(absmax)), absmax)
+    np.testing.assert_array_equal(codec.expand_absmax(*codec.compress_absmax(absmax)), absmax)
     absmax[0, 5] = np.nan
-    got = np.asarray(double.expand_absmax(*double.compress_absmax(absmax)))
+    got = np.asarray(codec.expand_absmax(*codec.compress_absmax(absmax)))
     assert np.isnan(got.reshape(-1)[:256]).all()
     assert (got.reshape(-1)[256:] == 3).all()
 
 
 def test_double_quantization_of_nothing():
-    codes, scale, offset = double.compress_absmax(np.zeros((2, 0, 3), np.float32), core_ndim=2)
+    codes, scale, offset = codec.compress_absmax(np.zeros((2, 0, 3), np.float32), core_ndim=2)
     assert (codes.shape, scale.shape, offset.shape) == ((2, 0, 3), (2, 0), (2,))
-    assert double.expand_absmax(codes, scale, offset, core_ndim=2).shape == (2, 0, 3)
+    assert codec.expand_absmax(codes, scale, offset, core_ndim=2).shape == (2, 0, 3)
 
 
 def test_double_quantization_refuses_wrong_shapes():
-    codes, scale, offset = double.compress_absmax(np.ones((2, 3), np.float32))
+    codes, scale, offset = codec.compress_absmax(np.ones((2, 3), np.float32))
     with pytest.raises(ValueError, match="core_ndim"):
-        double.compress_absmax(np.ones((2, 3), np.float32), core_ndim=3)
+        codec.compress_absmax(np.ones((2, 3), np.float32), core_ndim=3)
     with pytest.raises(ValueError, match="need scales of shape"):
-        double.expand_absmax(codes, scale[None], offset)
+        codec.expand_absmax(codes, scale[None], offset)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eformer._formats.onebit import codec, packing
+from eformer._formats.onebit import codec
+
+from . import references
 
 SHAPES = [(1,), (9,), (33, 4), (4, 33), (1, 3, 20), (2, 3, 17, 5), (2, 1, 3, 10, 2), (0,), (3, 0)]
 
@@ -31,30 +33,30 @@ def assert_same(got, want) -> None:
 def test_pack_equals_reference_and_unpacks(shape, bits):
     codes = values(shape, bits, seed=sum(shape))
     for axis in range(-len(shape), 0):
-        packed = packing.pack(codes, axis=axis, bits=bits)
-        assert_same(packed, packing.pack_reference(codes, axis=axis, bits=bits))
+        packed = codec.pack(codes, axis=axis, bits=bits)
+        assert_same(packed, references.pack(codes, axis=axis, bits=bits))
         assert packed.shape[-1] == -(-shape[axis] * bits // 8)
-        back = packing.unpack(packed, axis=axis, bits=bits, size=shape[axis])
+        back = codec.unpack(packed, axis=axis, bits=bits, size=shape[axis])
         assert_same(back, codes)
-        assert_same(back, packing.unpack_reference(packed, axis=axis, bits=bits, size=shape[axis]))
+        assert_same(back, references.unpack(packed, axis=axis, bits=bits, size=shape[axis]))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 15, 64, 77]), st.sampled_from([1, 2]), st.sampled_from([-1, -2]))
 def test_packing_is_bijective(seed, size, bits, axis):
     codes = values((size, 3) if axis == -2 else (3, size), bits, seed)
-    packed = packing.pack(codes, axis=axis, bits=bits)
-    assert_same(packing.unpack(packed, axis=axis, bits=bits, size=size), codes)
+    packed = codec.pack(codes, axis=axis, bits=bits)
+    assert_same(codec.unpack(packed, axis=axis, bits=bits, size=size), codes)
     # And the other way: whole bytes of valid fields come back as they were.
     whole = values((3, 16), bits, seed + 1)
-    stored = packing.pack_reference(whole, axis=-1, bits=bits)
-    assert_same(packing.pack(packing.unpack(stored, axis=-1, bits=bits, size=16), axis=-1, bits=bits), stored)
+    stored = references.pack(whole, axis=-1, bits=bits)
+    assert_same(codec.pack(codec.unpack(stored, axis=-1, bits=bits, size=16), axis=-1, bits=bits), stored)
 
 
 def test_the_layout_is_the_documented_one():
-    assert packing.pack(np.array([-1, 0, 1, 1], np.int8), axis=-1, bits=2).tolist() == [0b00_01_10_10]
-    assert packing.pack(np.array([1], np.int8), axis=-1, bits=2).tolist() == [0b10_01_01_01]
-    assert packing.pack(np.array([1, -1, 1, 1, -1], np.int8), axis=-1, bits=1).tolist() == [0b1011_0000]
+    assert codec.pack(np.array([-1, 0, 1, 1], np.int8), axis=-1, bits=2).tolist() == [0b00_01_10_10]
+    assert codec.pack(np.array([1], np.int8), axis=-1, bits=2).tolist() == [0b10_01_01_01]
+    assert codec.pack(np.array([1, -1, 1, 1, -1], np.int8), axis=-1, bits=1).tolist() == [0b1011_0000]
 
 
 @pytest.mark.parametrize("shape", [(7,), (40, 9), (3, 20, 17), (2, 2, 5, 6), (1, 1)])
@@ -62,7 +64,7 @@ def test_the_layout_is_the_documented_one():
 @pytest.mark.parametrize("kind", ["ternary", "binary"])
 def test_fast_equals_reference(shape, scale, kind):
     w = normal(shape, seed=sum(shape)) + np.float32(0.1)
-    fast, slow = getattr(codec, kind), getattr(codec, f"{kind}_reference")
+    fast, slow = getattr(codec, kind), getattr(references, kind)
     for axis in range(-len(shape), 0):
         codes, scales = fast(w, axis=axis, scale=scale)
         want, want_scales = slow(w, axis=axis, scale=scale)
@@ -117,7 +119,7 @@ def test_encode_is_the_two_steps_in_one(kind, axis, dtype):
     codes, scales = getattr(codec, kind)(w, axis=axis)
     packed, packed_scales = codec.encode(w, kind=kind, axis=axis)
     bits = codec.BITS[kind]
-    assert_same(packed, packing.pack(codes, axis=axis, bits=bits))
+    assert_same(packed, codec.pack(codes, axis=axis, bits=bits))
     np.testing.assert_allclose(packed_scales, scales, rtol=1e-6)
     dense = codec.decode(packed, packed_scales, axis=axis, bits=bits, size=w.shape[axis], dtype=dtype)
     want = np.asarray(codes, np.float32) * np.moveaxis(np.asarray(packed_scales), -1, axis)
@@ -181,7 +183,7 @@ def test_f64_has_an_f64_scale():
     with jax.enable_x64(True):
         for kind in ("ternary", "binary"):
             codes, scale = getattr(codec, kind)(jnp.asarray(w), axis=-2)
-            want, want_scale = getattr(codec, f"{kind}_reference")(w, axis=-2)
+            want, want_scale = getattr(references, kind)(w, axis=-2)
             assert_same(codes, want)
             assert scale.dtype == np.float64
             np.testing.assert_allclose(scale, want_scale, rtol=1e-13)
@@ -209,9 +211,9 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match="complex64"):
         codec.binary(np.ones((4, 4), np.complex64), axis=-1)
     with pytest.raises(TypeError, match="signed integers"):
-        packing.pack(w, axis=-1, bits=2)
+        codec.pack(w, axis=-1, bits=2)
     with pytest.raises(TypeError, match="uint8"):
-        packing.unpack(np.ones((4, 4), np.int8), axis=-1, bits=2, size=16)
+        codec.unpack(np.ones((4, 4), np.int8), axis=-1, bits=2, size=16)
     with pytest.raises(ValueError, match="rank 2"):
         codec.ternary(w, axis=-3)
     with pytest.raises(ValueError, match="rank 1"):
@@ -223,8 +225,8 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="at least 0"):
         codec.ternary(w, axis=-1, threshold=float("nan"))
     with pytest.raises(ValueError, match="bits=3"):
-        packing.pack(w.astype(np.int8), axis=-1, bits=3)
+        codec.pack(w.astype(np.int8), axis=-1, bits=3)
     with pytest.raises(ValueError, match="13 to 16"):
-        packing.unpack(np.ones((4, 4), np.uint8), axis=-1, bits=2, size=12)
+        codec.unpack(np.ones((4, 4), np.uint8), axis=-1, bits=2, size=12)
     with pytest.raises(ValueError, match="binary"):
         codec.encode(w, 0.5, kind="binary", axis=-1)

@@ -12,10 +12,7 @@ import jax.tree_util as jtu
 import ml_dtypes
 import numpy as np
 
-from eformer._formats.int8 import codec as int8
-from eformer._formats.nf4 import codec as nf4
 from eformer._formats.nf4.array import CompressedAbsmax
-from eformer._formats.onebit import packing
 from eformer._lora.array import LoraArray
 from eformer.jaximus import ImplicitArray, aux_field, tree_leaves_with_implicit
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
@@ -176,14 +173,16 @@ def everything(rng: np.random.Generator) -> Any:
 
 def decoded(q: Any) -> np.ndarray:
     """The values of an array, by the codecs written for reading: nothing is compiled for yet another shape."""
+    from formats import references  # here: `python -m tests.serialization.fuzz` does not find it
+
     if isinstance(q, ArrayNF4):
         absmax, size = np.asarray(q.part(q.scale_part)), q.shape[q.blocked]
-        return nf4.decode_reference(np.asarray(q.packed), absmax, axis=q.blocked, size=size, dtype=q.dtype)
+        return references.nf4_decode(np.asarray(q.packed), absmax, axis=q.blocked, size=size, dtype=q.dtype)
     if isinstance(q, Array8B):
-        return int8.decode_reference(np.asarray(q.weight), np.asarray(q.scale), dtype=q.dtype)
+        return references.int8_decode(np.asarray(q.weight), np.asarray(q.scale), dtype=q.dtype)
     if isinstance(q, Array1B):
         size = q.shape[q.blocked]
-        codes = packing.unpack_reference(np.asarray(q.weight), axis=q.blocked, bits=q.bits, size=size)
+        codes = references.unpack(np.asarray(q.weight), axis=q.blocked, bits=q.bits, size=size)
         scale = 1 if q.scale is None else np.moveaxis(np.asarray(q.scale), -1, q.blocked)
         return (codes * scale).astype(q.dtype)
     return np.asarray(q)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from eformer._core import aux_field
+from eformer._core import aux_field, ste
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
@@ -85,6 +85,12 @@ class Array8B(QuantizedArray):
         weight, scale = codec.encode(array, axes=axes)
         made = cls(scale, weight, axes, dtype=_arguments.checked_dtype(dtype, array.dtype, "INT8"))
         return _arguments.keep_sharding(made, array)
+
+
+@ste
+def straight_through_8bit(weights: jax.Array, axis: int | tuple[int, ...] | None = None) -> Any:
+    """`Array8B.quantize(weights)`, materialized; differentiated as the identity."""
+    return Array8B.quantize(weights, axis=axis)
 
 
 def _reduced_axes(scale: Any, weight: Any) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
+from eformer._kernels import qmatmul
 
 
 def encode(w: jax.Array, *, axes: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -60,18 +61,22 @@ def decode(weight: jax.Array, scale: jax.Array, *, dtype: DTypeLike) -> jax.Arra
     return (weight.astype(scale.dtype) * scale).astype(dtype)
 
 
-def encode_reference(w: np.ndarray, *, axes: int | tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """`encode`, written for reading."""
-    values = np.asarray(w)
-    values = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
-    absmax = np.max(np.abs(values), axis=axes, keepdims=True, initial=0)
-    scale = np.where(np.isfinite(absmax), absmax, np.nan).astype(values.dtype) / values.dtype.type(127)
-    scale = np.where(scale < np.finfo(values.dtype).tiny, 0, np.minimum(scale, _largest_scale(values.dtype)))
-    rounded = np.rint(values * (1 / np.where(scale == 0, 1, scale)).astype(values.dtype))
-    return np.nan_to_num(np.clip(rounded, -127, 127), nan=0).astype(np.int8), scale.astype(values.dtype)
+def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
+    """`lhs @ (rhs_q * rhs_scale)` in bf16, accumulated in f32.
 
+    The scale goes where it costs least: per column `(1, N)` onto the result, per row `(K, 1)` onto the left operand,
+    anything else onto the decoded weights.
 
-def decode_reference(weight: np.ndarray, scale: np.ndarray, *, dtype: DTypeLike) -> np.ndarray:
-    """`decode`, written for reading."""
-    scale = np.asarray(scale)
-    return (np.asarray(weight).astype(scale.dtype) * scale).astype(jnp.dtype(dtype))
+    >>> x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.int8)
+    >>> matmul_bf16_int8_weight_only(x, w, jnp.full((1, 4), 0.5)).tolist()[0]
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    if rhs_q_int8.ndim != 2 or lhs_bf16.ndim < 1 or lhs_bf16.shape[-1] != rhs_q_int8.shape[0]:
+        raise ValueError(
+            f"shapes do not fit: lhs {list(lhs_bf16.shape)} must be (..., M, K), "
+            f"weights {list(rhs_q_int8.shape)} (K, N)."
+        )
+    scale = jnp.broadcast_to(rhs_scale, (1, 1)) if rhs_scale.ndim < 2 and rhs_scale.size == 1 else rhs_scale
+    scale = scale.reshape(1, -1) if scale.ndim == 1 else scale
+    x = lhs_bf16.astype(jnp.bfloat16)
+    return qmatmul(x, rhs_q_int8, scale, fmt="int8", form="axpy", cols=rhs_q_int8.shape[1], out_dtype=jnp.bfloat16)

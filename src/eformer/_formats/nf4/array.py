@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from eformer._core import ImplicitArray, aux_field
+from eformer._core import ImplicitArray, aux_field, ste
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
@@ -160,6 +160,14 @@ class ArrayNF4(QuantizedArray):
         if verbose:
             print(f"quantized {array.dtype.name}{list(array.shape)} to {made!r}")
         return made
+
+
+@ste
+def straight_through_nf4(
+    weights: jax.Array, block_size: int = 64, *, axis: int | None = None, double_quant: bool = False
+) -> Any:
+    """`ArrayNF4.quantize(weights, block_size)`, materialized; differentiated as the identity."""
+    return ArrayNF4.quantize(weights, block_size, axis=axis, double_quant=double_quant)
 
 
 def _check_storage(q: ArrayNF4) -> None:

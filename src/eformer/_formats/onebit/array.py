@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eformer._core import aux_field
+from eformer._core import aux_field, ste
 from eformer._jax import traces
 
 from .. import arguments as _arguments
@@ -188,6 +188,18 @@ class Array1B(QuantizedArray):
         dtype = _arguments.checked_dtype(dtype, array.dtype, kind)
         made = cls(weight, scale=scales, bits=codec.BITS[kind], axis=at, pad=pad, dtype=dtype)
         return _arguments.keep_sharding(made, array)
+
+
+@ste
+def straight_through_1bit(
+    weights: jax.Array,
+    kind: Literal["ternary", "binary"] = "ternary",
+    *,
+    axis: int | None = None,
+    scale: Literal["channel", "tensor"] | None = "channel",
+) -> Any:
+    """Scaled ternary or binary values of `weights`; differentiated as the identity."""
+    return Array1B.from_float(weights, kind, axis=axis, scale=scale)
 
 
 def _check_values(array: jax.Array, bits: int) -> None:

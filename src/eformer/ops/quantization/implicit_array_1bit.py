@@ -14,7 +14,7 @@ from __future__ import annotations
 from eformer._formats.documented import handler as _handler
 from eformer._formats.documented import public_names as _public_names
 from eformer._formats.onebit.array import Array1B as Array1B
-from eformer._formats.training import straight_through_1bit as straight_through_1bit
+from eformer._formats.onebit.array import straight_through_1bit as straight_through_1bit
 
 add_1bit_xy = _handler("add_1bit_xy")
 lt_1bit_xy = _handler("lt_1bit_xy")

@@ -13,8 +13,8 @@ from __future__ import annotations
 from eformer._formats.documented import handler as _handler
 from eformer._formats.documented import public_names as _public_names
 from eformer._formats.int8.array import Array8B as Array8B
-from eformer._formats.int8.matmul import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
-from eformer._formats.training import straight_through_8bit as straight_through_8bit
+from eformer._formats.int8.array import straight_through_8bit as straight_through_8bit
+from eformer._formats.int8.codec import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
 
 add_8bit_xy = _handler("add_8bit_xy")
 lt_8bit_xy = _handler("lt_8bit_xy")

@@ -17,7 +17,7 @@ import jax
 from eformer._formats.documented import handler as _handler
 from eformer._formats.documented import public_names as _public_names
 from eformer._formats.nf4.array import ArrayNF4 as ArrayNF4
-from eformer._formats.training import straight_through_nf4 as straight_through_nf4
+from eformer._formats.nf4.array import straight_through_nf4 as straight_through_nf4
 
 
 def safe_materialize(arr: Any) -> tuple[Any, bool]:

@@ -9,8 +9,7 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
-from eformer._formats.nf4.codec import CODEBOOK
-from eformer._formats.nf4.double import DYNAMIC_MAP, GROUP
+from eformer._formats.nf4.codec import CODEBOOK, DYNAMIC_MAP, GROUP
 from eformer.errors import CheckpointError
 
 from ..locating import about

@@ -16,7 +16,7 @@ import numpy as np
 from eformer._formats.grouped.array import GroupedArray
 from eformer._formats.int8.array import Array8B
 from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
-from eformer._formats.nf4.double import GROUP
+from eformer._formats.nf4.codec import GROUP
 from eformer._formats.onebit.array import Array1B
 from eformer._lora.array import LoraArray
 from eformer.errors import CheckpointError
