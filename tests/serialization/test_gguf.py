@@ -12,7 +12,7 @@ import pytest
 from eformer import serialization as files
 from eformer.jaximus import implicit, materialization_policy
 from eformer.ops.quantization import quantize
-from eformer.serialization.foreign.gguf_blocks import DECODERS
+from eformer.serialization.foreign.gguf_format import DECODERS
 
 from .gguf_files import BLOCKS, gguf_bytes
 from .trees import assert_same, dense

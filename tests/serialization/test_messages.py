@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from eformer import serialization as files
 from eformer.ops.quantization import quantize
-from eformer.serialization.checkpoint import opening
+from eformer.serialization.checkpoint import index as opening
 from eformer.serialization.checkpoint.index import Index
 
 from .trees import assert_same

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from eformer._quantize.paths import named_leaf
 from eformer._quantize.roles import Role, roles_of
 from eformer.errors import CheckpointError
-from eformer.serialization.checkpoint.placement import specs_of
+from eformer.serialization.checkpoint.parts import specs_of
 
 from ._fail import WrongUse
 from ._text import print_table

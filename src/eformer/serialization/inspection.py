@@ -9,7 +9,7 @@ from typing import Any
 
 from eformer import _table
 
-from .checkpoint.lazy import LazyCheckpoint, open_lazy
+from .checkpoint.load import LazyCheckpoint, open_lazy
 from .foreign.gguf import GgufFile, is_gguf, open_gguf
 
 

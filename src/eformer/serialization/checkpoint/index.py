@@ -1,4 +1,4 @@
-"""The index of a checkpoint in several files: which tensor lies in which file. Written last, it makes the set count."""
+"""The files of a checkpoint: one, or several and an index that says which tensor lies in which. It is written last."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 
 from eformer.errors import CheckpointError
 
-from ..safetensors.header import MAX_HEADER, parse_json
-from ..safetensors.reading import open_regular
+from ..safetensors.header import MAX_HEADER, about, parse_json
+from ..safetensors.reading import MappedFile, open_regular
 from ..safetensors.writing import atomic_file, sync_folder
-from ..tree.describe import DescribedTree, Leaf
-from ..tree.metadata import KEY, dumped, leaves_metadata, tree_metadata
-from .split_tensors import Whole
+from ..tree.describe import KEY, NO_STRUCTURE, DescribedTree, Leaf, dumped, leaves_metadata, loaded, tree_metadata
+from .split_tensors import PiecedFiles, Whole
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -147,3 +146,84 @@ def _remove(path: Path, names: set[str]) -> None:
         path.with_name(name).unlink(missing_ok=True)
     if removed:
         sync_folder(path.parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSet:
+    """The open files of a checkpoint, and what its metadata says."""
+
+    path: Path
+    owners: Mapping[str, Any]  # MappedFile, or PiecedFiles
+    leaves: Mapping[str, Any]
+    structure: Any
+    aliases: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+def open_set(path: str | os.PathLike[str]) -> FileSet:
+    """Open the checkpoint at a path: a file, an index, the name both would have, or a folder that holds one."""
+    try:
+        return _open_set(_find(Path(path)))
+    except (CheckpointError, FileNotFoundError) as err:
+        gone = err.__cause__ if isinstance(err, CheckpointError) else err
+        if not isinstance(gone, FileNotFoundError):
+            raise
+    # A new save may have removed the files that the index just read had named.
+    return _open_set(_find(Path(path)))
+
+
+def _open_set(path: Path) -> FileSet:
+    if not path.name.endswith(INDEX_SUFFIX):
+        file = MappedFile(path)
+        described = loaded(file.header.metadata.get(KEY), path)
+        return _file_set(path, dict.fromkeys(file.header.entries, file), described, [described], file.header.metadata)
+    index = read_index(path)
+    first: dict[str, str] = {}  # a tensor of every file, for messages
+    for tensor, name in index.owners.items():
+        first.setdefault(name, tensor)
+    files = {name: _member(path, name, first[name]) for name in sorted(first)}
+    for tensor, name in index.owners.items():
+        files[name].entry(tensor)  # raises if it is not there
+    text = index.metadata.get(KEY)
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"has metadata under {KEY!r} that is not a string.", file=path)
+    parts = [loaded(file.header.metadata.get(KEY), file.path) for file in files.values()]
+    described = loaded(text, path)
+    if "pieces" in described:
+        pieced = PiecedFiles(path, described["pieces"], files)
+        return _file_set(path, dict.fromkeys(pieced, pieced), described, [described], index.metadata)
+    owners = {tensor: files[name] for tensor, name in index.owners.items()}
+    return _file_set(path, owners, described, parts, index.metadata)
+
+
+def _member(index: Path, name: str, first: str) -> MappedFile:
+    try:
+        with about(index.with_name(name), first):
+            return MappedFile(index.with_name(name))
+    except OSError as err:
+        what = f"names the file {name!r:.200}, which cannot be opened: {err.strerror}."
+        raise CheckpointError(what, file=index, fix="Fetch all files of the checkpoint.") from err
+
+
+def _file_set(path: Path, owners: Any, described: Any, parts: Any, metadata: Any) -> FileSet:
+    leaves: dict[str, Any] = {}
+    for part in parts:
+        twice = leaves.keys() & part.get("leaves", {}).keys()
+        if twice:
+            raise CheckpointError("is described in two files.", file=path, tensor=min(twice))
+        leaves |= part.get("leaves", {})
+    structure = described.get("structure", NO_STRUCTURE)
+    other = {key: value for key, value in metadata.items() if key != KEY and isinstance(value, str)}
+    return FileSet(path, owners, leaves, structure, described.get("aliases", {}), other)
+
+
+def _find(path: Path) -> Path:
+    if path.is_dir():
+        found = sorted(path.glob(f"*{INDEX_SUFFIX}")) or sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            names = ", ".join(p.name for p in found[:8]) or "none"
+            raise CheckpointError(f"is a folder with {len(found)} checkpoints ({names}); name one.", file=path)
+        return found[0]
+    if not path.exists() and index_path(path).exists():
+        return index_path(path)
+    return path

@@ -11,10 +11,9 @@ from typing import Any
 
 from eformer.errors import CheckpointError
 
-from ..locating import about
+from ..safetensors.header import about
 from ..safetensors.writing import write_file
-from ..tree.describe import Leaf, describe_tree, host
-from ..tree.metadata import KEY
+from ..tree.describe import KEY, Leaf, describe_tree, host
 from .index import SUFFIX, commit, plan_files
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -15,8 +15,7 @@ import numpy as np
 
 from eformer.errors import CheckpointError
 
-from ..safetensors.dtypes import CODES, DTYPES
-from ..safetensors.header import Entry, check_shape, is_count
+from ..safetensors.header import CODES, DTYPES, Entry, check_shape, is_count
 from ..safetensors.reading import MappedFile, aligned_empty
 
 Bounds = tuple[tuple[int, int], ...]  # where a piece begins and ends along every axis

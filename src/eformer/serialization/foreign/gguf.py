@@ -16,10 +16,9 @@ import numpy as np
 from eformer._formats.grouped.array import GROUP, GroupedArray
 from eformer.errors import CheckpointError
 
-from ..safetensors.dtypes import fits_jax
+from ..safetensors.header import fits_jax
 from ..safetensors.reading import aligned_empty, open_regular
-from .gguf_blocks import DECODERS
-from .gguf_header import MAGIC, GgufTensor, parse_gguf
+from .gguf_format import DECODERS, MAGIC, GgufTensor, parse_gguf
 
 _CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from eformer.errors import CheckpointError
 
-from .dtypes import CODES
-from .header import ALIGNMENT, MAX_HEADER, Entry
+from .header import ALIGNMENT, CODES, MAX_HEADER, Entry
 
 
 def write_file(

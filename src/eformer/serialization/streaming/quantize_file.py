@@ -24,10 +24,9 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import index_path
 from ..checkpoint.save import check_target, checked_metadata, shards_of
-from ..locating import about
+from ..safetensors.header import about
 from ..safetensors.reading import aligned_empty
-from ..tree.describe import DescribedTree, Leaf, described_leaf, host
-from ..tree.metadata import KEY, leaves_metadata, tree_metadata
+from ..tree.describe import KEY, DescribedTree, Leaf, described_leaf, host, leaves_metadata, tree_metadata
 from .output import Output
 from .source import Source, SourceLeaf, open_source
 

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..checkpoint.lazy import LazyCheckpoint
+from ..checkpoint.load import LazyCheckpoint
 from ..foreign.gguf import GgufFile
 from ..inspection import open_checkpoint
-from ..safetensors.dtypes import named_dtype
-from ..tree.describe import Leaf
-from ..tree.metadata import NO_STRUCTURE
+from ..safetensors.header import named_dtype
+from ..tree.describe import NO_STRUCTURE, Leaf
 
 
 @dataclasses.dataclass(frozen=True)

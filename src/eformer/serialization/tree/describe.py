@@ -1,12 +1,14 @@
 """Describing trees: JSON that, together with named tensors, gives back exactly what was saved.
 
 A plain array is described by the name of its tensor. Everything else is a mapping with a `type`: an implicit array with
-its parts (described in the same way) and fields, a NumPy array, a random key, a Python number, a container.
+its parts (described in the same way) and fields, a NumPy array, a random key, a Python number, a container. A file
+keeps the descriptions of its leaves and of the structure of the tree as one string of metadata.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +20,10 @@ from eformer._core import ImplicitArray
 from eformer._jax import traces
 from eformer.errors import CheckpointError
 
-from ..locating import about
-from ..safetensors.dtypes import CODES, as_stored, stored_layout
+from ..safetensors.header import CODES, about, as_stored, parse_json, stored_layout
 from ..safetensors.writing import Tensor
-from . import plain_values
 from .saved_types import type_of
-from .structure import describe_structure, named_leaves, unused
+from .structure import describe_structure, encode_plain, named_leaves, unused
 
 Emit = Callable[[str, Any], str]
 
@@ -117,7 +117,7 @@ def describe(value: Any, name: str, emit: Emit) -> Any:
         scalar = {"scalar": True} if isinstance(value, np.generic) else {}
         return {"type": "numpy", "tensor": emit(name, value), "dtype": value.dtype.name, **scalar}
     if isinstance(value, (bool, int, float, complex, str)):
-        return {"type": "scalar", "value": plain_values.encode(value)}
+        return {"type": "scalar", "value": encode_plain(value)}
     if value is None:
         return {"type": "none"}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
@@ -141,7 +141,7 @@ def _describe_implicit(array: ImplicitArray, name: str, emit: Emit) -> dict[str,
         **({"format": kind} if isinstance(kind, str) else {}),
         "shape": list(array.shape),
         "dtype": jnp.dtype(array.dtype).name,
-        "fields": {key: plain_values.encode(value, f"field {key!r} of {name}") for key, value in fields.items()},
+        "fields": {key: encode_plain(value, f"field {key!r} of {name}") for key, value in fields.items()},
         "parts": {key: describe(part, f"{name}.{key}", emit) for key, part in parts.items()},
     }
 
@@ -155,3 +155,46 @@ def _describe_array(array: Any, name: str, emit: Emit) -> Any:
     if array.dtype in CODES:
         return emit(name, array)
     return {"type": "array", "tensor": emit(name, array), "dtype": array.dtype.name}
+
+
+# -- metadata ----------------------------------------------------------------------------------------------------------
+
+VERSION = 1
+KEY = "eformer"  # of the metadata
+NO_STRUCTURE: Any = object()  # of a file from another program: its leaves are one dict
+
+
+def leaves_metadata(leaves: Sequence[Leaf]) -> dict[str, Any]:
+    """The part of the metadata that goes with the tensors of these leaves."""
+    return {"version": VERSION, "leaves": {leaf.name: leaf.description for leaf in leaves if not leaf.is_plain}}
+
+
+def tree_metadata(contents: DescribedTree) -> dict[str, Any]:
+    """The part of the metadata that there is once in a checkpoint."""
+    structure = {} if contents.structure is NO_STRUCTURE else {"structure": contents.structure}
+    return {"version": VERSION, **structure, "aliases": dict(contents.aliases)}
+
+
+def dumped(metadata: Mapping[str, Any]) -> str:
+    return json.dumps(metadata, separators=(",", ":"), allow_nan=False)
+
+
+def loaded(text: str | None, file: Any) -> dict[str, Any]:
+    """Metadata of this library in a file, checked for its outer shape; empty if there is none."""
+    if text is None:
+        return {}
+    found = parse_json(text.encode("utf-8", "surrogatepass"), file)
+    if not isinstance(found, dict) or type(found.get("version")) is not int:
+        raise CheckpointError(f"has metadata under {KEY!r} that it should not: {text[:100]!r}.", file=file)
+    if found["version"] > VERSION:
+        raise CheckpointError(
+            f"was written in version {found['version']} of the format; this library reads up to {VERSION}.",
+            file=file,
+            fix="Install a newer eformer.",
+        )
+    for key in ("leaves", "aliases"):
+        if not isinstance(found.get(key, {}), dict):
+            raise CheckpointError(f"has {key} in its metadata that are not a mapping.", file=file)
+    if not all(isinstance(name, str) for name in found.get("aliases", {}).values()):
+        raise CheckpointError("has aliases that are not names.", file=file)
+    return found

@@ -11,11 +11,9 @@ import numpy as np
 
 from eformer.errors import CheckpointError, UninitializedAval
 
-from ..safetensors.dtypes import fits_jax, named_dtype
-from ..safetensors.header import check_shape
-from . import plain_values
-from .plain_values import MAX_DEPTH
+from ..safetensors.header import check_shape, fits_jax, named_dtype
 from .saved_types import type_named
+from .structure import MAX_DEPTH, decode_plain
 
 # What classes of arrays say to parts and fields that do not fit.
 _REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, UninitializedAval)
@@ -65,7 +63,7 @@ def _restore_implicit(description: dict[str, Any], fetch: Fetch) -> Any:
     check_shape(shape, CheckpointError)
     inner = {key: restore(part, fetch) for key, part in parts.items()}
     try:
-        made = saved.unpack(inner, {key: plain_values.decode(value) for key, value in fields.items()})
+        made = saved.unpack(inner, {key: decode_plain(value) for key, value in fields.items()})
         found = tuple(made.shape), jnp.dtype(made.dtype)
     except CheckpointError:
         raise
@@ -110,7 +108,7 @@ def _restore_key(description: dict[str, Any], fetch: Fetch) -> Any:
 
 def _restore_scalar(description: dict[str, Any], fetch: Fetch) -> Any:
     del fetch
-    return plain_values.decode(description.get("value"))
+    return decode_plain(description.get("value"))
 
 
 def _restore_items(description: dict[str, Any], fetch: Fetch) -> Any:

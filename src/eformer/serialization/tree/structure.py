@@ -1,4 +1,4 @@
-"""The structure of a pytree as JSON, and a name for each of its leaves.
+"""The structure of a pytree as JSON, a name for each of its leaves, and plain values as JSON.
 
 Dicts, lists, tuples and None come back as what they were. Other nodes (dataclasses, modules, states of a framework)
 come back as dicts of their children, because a file cannot make classes; `like=` gives them their class again.
@@ -7,16 +7,66 @@ come back as dicts of their children, because a file cannot make classes; `like=
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.tree_util as jtu
+import numpy as np
 
 from eformer._core import tree_flatten_with_path_with_implicit
 from eformer.errors import CheckpointError
 
-from . import plain_values
-from .plain_values import MAX_DEPTH
+from ..safetensors.header import named_dtype
+
+MAX_DEPTH = 64  # of descriptions and structures: far beyond real models, far below the limit of the interpreter
+
+
+def encode_plain(value: Any, what: str = "the value") -> Any:
+    """JSON for a plain value.
+
+    >>> encode_plain((1, None, float("inf")))
+    {'tuple': [1, None, {'float': 'inf'}]}
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if type(value) is complex:
+        return {"complex": [encode_plain(value.real), encode_plain(value.imag)]}
+    if type(value) is tuple:
+        return {"tuple": [encode_plain(item, what) for item in value]}
+    if isinstance(value, np.dtype):
+        return {"dtype": named_dtype(value.name).name}
+    if isinstance(value, type) and hasattr(value, "dtype") and isinstance(value.dtype, np.dtype):  # jnp.float32
+        return {"dtype": named_dtype(value.dtype.name).name}
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return encode_plain(value.item(), what)
+    raise CheckpointError(
+        f"{what} is {value!r:.100} of type {type(value).__name__}, which has no place in a file; allowed are None, "
+        "booleans, numbers, strings, dtypes, and tuples of these.",
+        fix="Give register_type a pack= and an unpack= that turn it into such values.",
+    )
+
+
+def decode_plain(value: Any, depth: int = 0) -> Any:
+    """The value `encode_plain` was given."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict) and len(value) == 1 and depth < 16:
+        ((tag, body),) = value.items()
+        if tag == "tuple" and isinstance(body, list):
+            return tuple(decode_plain(item, depth + 1) for item in body)
+        if tag == "dtype":
+            return named_dtype(body)
+        if tag == "float" and body in ("inf", "-inf", "nan"):
+            return float(body)
+        if tag == "complex" and isinstance(body, list) and len(body) == 2:
+            real, imag = (decode_plain(part, depth + 1) for part in body)
+            if isinstance(real, float) and isinstance(imag, float):
+                return complex(real, imag)
+    raise CheckpointError(f"holds the value {value!r:.100}, which is not a plain value.")
+
 
 _ROOT = "tensor"
 _TAKEN = ("__metadata__",)  # has a meaning of its own in the file format
@@ -82,7 +132,7 @@ def _describe(node: Any, path: tuple[Any, ...], names: dict[Any, str]) -> Any:
 def _key(key: Any) -> Any:
     """JSON for the key of a dict. A key that is not a plain value comes back as its text."""
     try:
-        return plain_values.encode(key)
+        return encode_plain(key)
     except CheckpointError:
         return str(key)
 
@@ -104,7 +154,7 @@ def build(structure: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
         items = [build(item, leaf, depth + 1) for item in body]
         return items if kind == "list" else tuple(items)
     if kind in ("dict", "ordered_dict"):
-        pairs = [(plain_values.decode(k), build(v, leaf, depth + 1)) for k, v in map(_pair, body)]
+        pairs = [(decode_plain(k), build(v, leaf, depth + 1)) for k, v in map(_pair, body)]
         return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
     raise CheckpointError(f"holds a structure of the unknown kind {kind!r:.100}.")
 

@@ -1,1 +1,0 @@
-"""Many processes, one checkpoint."""
