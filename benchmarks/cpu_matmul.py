@@ -25,7 +25,7 @@ from _rivals import rivals
 from _timing import FORMATS, Call, interleaved, random_storage, write_json
 
 from eformer._kernels import cpu, qmatmul
-from eformer._kernels.cpu._library import ISAS
+from eformer._kernels.cpu import ISAS
 from eformer._kernels.parameters import product_problem
 from eformer.ops.quantization import quantize
 

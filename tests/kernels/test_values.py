@@ -12,7 +12,7 @@ import pytest
 
 from eformer._kernels import qgather, qragged_dot
 from eformer._kernels.reference import decode
-from eformer._kernels.xla import tuning
+from eformer._kernels.xla import panel
 
 from .cases import FORMATS, FORMS, SCALES, make_case, relative_error
 
@@ -78,10 +78,10 @@ def test_every_m(form: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_several_panels(fmt: str, form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row counts that are, and are not, a multiple of the panel; columns that need several fused groups."""
-    monkeypatch.setattr(tuning, "_PANEL_BYTES", 256 << 10)
+    monkeypatch.setattr(panel, "_PANEL_BYTES", 256 << 10)
     for (rows, cols), m in itertools.product(((512, 1024), (523, 1033)), (1, 3)):
         case = make_case(rng, fmt, rows, cols)
-        assert tuning.panel_rows(case.problem(m, form)) * 4 < rows
+        assert panel.panel_rows(case.problem(m, form)) * 4 < rows
         x = random_x(rng, case, form, m)
         assert relative_error(case.product(x, form, preference="xla"), case.expected(x, form)) < 3e-6, (rows, cols)
 

@@ -9,7 +9,7 @@ may stand in front of every array:
     binary    codes uint8 (R, ceil(C/8)), one bit each, 1 is +1, 0 is -1, first element in the high bit; scale or None
 
 A row is all that products in plain JAX (`reference`), lookups, sharding and the checks need to know of a format. What
-makes it fast is written per format: `xla.planes`, `tpu._decode`, and the decoders in csrc.
+makes it fast is written per format: `xla.panel`, `tpu._decode`, and the decoders in csrc.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ GROUPED_PRODUCT = Operation(
     result=_result,
     problem=_problem,
     candidates=(
-        Candidate("native_cpu", "native", cpu.refuses_ragged, cpu.qragged),
+        Candidate("native_cpu", "native", cpu.refuses_product, cpu.qragged),
         Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
         Candidate("xla", "xla", anything, _tiled),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._kernels import cpu
-from eformer._kernels.cpu._library import isa as best_isa
+from eformer._kernels.cpu import isa as best_isa
 from eformer._kernels.parameters import Problem, out_shape, product_problem
 
 from ..cases import Case, relative_error

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from eformer._kernels import cpu, explain, native
-from eformer._kernels.cpu import tuning
 from eformer._kernels.parameters import Problem, product_problem
 from eformer._record import recorder
 from eformer.errors import KernelFallbackWarning
@@ -55,11 +54,7 @@ def test_what_is_refused_is_refused_with_a_reason() -> None:
         assert choice(preference=preference).name == preference
 
 
-def test_sizes_at_which_the_tiled_path_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tuning.LARGEST_M, ("nf4", "dot"), 2)
-    assert choice().name == "xla"
-    assert "M=3" in why_not()
-    assert choice(preference="native").name == "native_cpu"
+def test_lookups_for_which_xla_is_quicker() -> None:
     lookup = Problem("binary", "lookup", 1024, None, np.dtype(np.float32), m=9999, rows=50)
     assert "XLA is quicker" in str(cpu.refuses_gather(lookup))
     assert cpu.refuses_gather(dataclasses.replace(lookup, m=1)) is None

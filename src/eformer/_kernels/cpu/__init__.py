@@ -2,14 +2,146 @@
 
 from __future__ import annotations
 
-from ._calls import nf4_encode as nf4_encode
-from ._calls import qgather as qgather
-from ._calls import qmatmul as qmatmul
-from ._calls import qragged as qragged
-from ._library import LIBRARY as LIBRARY
-from ._library import isa_name as isa_name
-from ._library import loaded as loaded
-from ._refusals import refuses_encode as refuses_encode
-from ._refusals import refuses_gather as refuses_gather
-from ._refusals import refuses_product as refuses_product
-from ._refusals import refuses_ragged as refuses_ragged
+import ctypes
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..limits import Limits
+from ..native import Loaded, Result, call, in_one_batch_axis, library_of, load, storage_attributes
+from ..parameters import FORMS, Problem, out_shape
+
+LIBRARY = library_of(
+    "cpu",
+    compiler="C++ compiler",
+    package=__name__,
+    abi=1,
+    targets={
+        "qmatmul": "EformerQmatmul",
+        "ragged": "EformerRagged",
+        "gather": "EformerQgather",
+        "nf4_encode": "EformerNf4Encode",
+    },
+)
+
+# What `eformer_cpu_isa` returns. The kernels of a higher number of one family also run on what has a lower one.
+ISAS = {0: "none", 1: "avx2", 2: "avx512", 3: "avx512_bf16", 4: "amx", 10: "neon"}
+
+
+def loaded() -> Loaded:
+    return load(LIBRARY)
+
+
+def isa() -> int:
+    """The best instruction set of this machine the library has kernels for, a key of `ISAS`; 0 without a library."""
+    library = loaded()
+    if library.handle is None:
+        return 0
+    best = library.handle.eformer_cpu_isa
+    best.restype = ctypes.c_int64
+    return int(best())
+
+
+def isa_name() -> str:
+    return ISAS.get(isa(), "unknown")
+
+
+# -- sizes at which the kernels change their ways, found by measurement (benchmarks/cpu_matmul.py) ---------------------
+
+# Multiplications below which waking the threads of the pool costs more than they save.
+INLINE = 1 << 19
+# Multiplications that take as long as encoding one value.
+ENCODE_COST = 16
+
+# Values a lookup may give before XLA, which writes them once in a fused loop, is quicker; absent means always.
+LARGEST_LOOKUP: dict[str, int] = {"int8": 1 << 20, "ternary": 1 << 19, "binary": 1 << 18}
+
+
+# -- why a problem cannot, or should not, be given to the kernels; None means it can -----------------------------------
+
+LIMITS = Limits(arithmetic="its own: products and sums in float32")
+
+
+def refuses_product(problem: Problem) -> str | None:
+    return LIMITS.refuses_product(problem) or refuses_machine(problem.platform)
+
+
+def refuses_gather(problem: Problem) -> str | None:
+    why = LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
+    values, largest = problem.m * problem.cols, LARGEST_LOOKUP.get(problem.fmt)
+    if why or problem.preference == "native" or largest is None or values <= largest:
+        return why
+    return f"XLA is quicker for {values} values (it is above {largest})"
+
+
+def refuses_encode(problem: Problem) -> str | None:
+    return LIMITS.refuses_encoding(problem) or refuses_machine(problem.platform)
+
+
+def refuses_machine(platform: str) -> str | None:
+    """Asked last: it loads the library."""
+    if platform != "cpu":
+        return f"its kernels run on the CPU, not on {platform}"
+    library = loaded()
+    if library.reason is not None:
+        return library.reason
+    return None if isa() else "this CPU has no instruction set the kernels are written for (AVX2, AVX-512 or NEON)"
+
+
+# -- the custom calls --------------------------------------------------------------------------------------------------
+
+# Sizes and dtypes have been checked; what arrives here is what the handlers take. `how` is there to be forced by tests
+# and benchmarks: see `_how`.
+
+
+def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, **how: Any) -> jax.Array:
+    """The product of one problem, batch axes included."""
+    operands = in_one_batch_axis(problem, x, codes, scale)
+    shape = out_shape(problem, x, codes)
+    result = (operands[0].shape[0], *shape[len(problem.batch) :])
+    return _product(problem, "qmatmul", result, operands, math.prod(problem.batch), how).reshape(shape)
+
+
+def qragged(
+    problem: Problem, x: jax.Array, codes: jax.Array, group_sizes: jax.Array, scale: Any = None, **how: Any
+) -> jax.Array:
+    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
+    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
+    return _product(problem, "ragged", result, [x, codes, scale, group_sizes.astype(jnp.int32)], 1, how)
+
+
+def _product(
+    problem: Problem, name: str, shape: tuple[int, ...], operands: list[Any], matrices: int, how: Any
+) -> jax.Array:
+    work = matrices * problem.m * problem.rows * problem.cols
+    attributes = {**storage_attributes(problem), "form": FORMS.index(problem.form), **_how(work, **how)}
+    (y,) = call(LIBRARY, name, [(shape, problem.out_dtype)], operands, **attributes)
+    return y
+
+
+def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None, **how: Any) -> jax.Array:
+    """Decoded rows for indices (n,) inside the table."""
+    result = ((indices.shape[0], problem.cols), problem.out_dtype)
+    attributes = {**storage_attributes(problem), **_how(math.prod(result[0]), **how)}
+    (rows,) = call(LIBRARY, "gather", [result], [codes, scale, indices.astype(jnp.int32)], **attributes)
+    return rows
+
+
+def nf4_encode(problem: Problem, x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]:
+    """(rows, cols) -> codes (rows, blocks, block / 2) and absmax (rows, blocks)."""
+    assert problem.block is not None
+    lead = (x.shape[0], -(-x.shape[1] // problem.block))
+    results: list[Result] = [((*lead, problem.block // 2), np.uint8), (lead, np.float32)]
+    attributes = {"block": problem.block, **_how(ENCODE_COST * x.size, **how)}
+    codes, absmax = call(LIBRARY, "nf4_encode", results, [x], **attributes)
+    return codes, absmax
+
+
+def _how(work: int, *, isa: int = -1, threads: int | None = None) -> dict[str, int]:
+    """For a number of multiplications. The instruction set -1 is the best of the machine; 0 threads are those of XLA's
+    own pool, 1 is the calling thread. A number not known yet (a program exported for any size) takes the pool."""
+    few = isinstance(work, int) and work <= INLINE
+    return {"isa": isa, "threads": int(few) if threads is None else threads}

@@ -1,6 +1,59 @@
-"""The pure JAX path, for every platform: one decoded panel at a time, and on GPUs what XLA fuses (`gpu`)."""
+"""The pure JAX path, for every platform: one decoded panel at a time, and on GPUs what XLA fuses (`gpu`).
+
+Folds scales where that is exact, picks the sizes of panels, and calls the loop.
+"""
 
 from __future__ import annotations
 
-from ._run import qmatmul as qmatmul
-from ._run import refuses as refuses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..parameters import Problem
+from . import gpu, one_row, panel
+
+
+def refuses(problem: Problem) -> str | None:
+    return None if problem.fmt in panel.UNSCALED else f"it has no decoder for {problem.fmt}"
+
+
+def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """The product of one problem without batch axes."""
+    dtype = problem.compute_dtype
+    if problem.platform in gpu.PLATFORMS:
+        return gpu.qmatmul(problem, x, codes, _fold(problem, scale))
+    before, inside, after = _fold(problem, None if scale is None else scale.astype(dtype))
+    x = x.astype(dtype)
+    y = _product(problem, x if before is None else x * before, codes, inside)
+    return (y if after is None else y * after).astype(problem.out_dtype)
+
+
+def _fold(problem: Problem, scale: jax.Array | None) -> tuple[Any, Any, Any]:
+    """Factors for x, for the decoded values and for y. A scale of one row or column need not touch the values."""
+    if scale is None or problem.format.blocked or problem.scaled_both_ways:
+        return None, scale, None
+    as_row = scale.reshape(1, -1)
+    touches_y = (scale.shape[1] != 1) == (problem.form == "axpy")
+    return (None, None, as_row) if touches_y else (as_row, None, None)
+
+
+def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
+    parts, cols, precision = problem.format.per_code, problem.cols, problem.precision
+
+    def decoded(panel_codes: jax.Array, panel_scale: Any) -> list[jax.Array]:
+        return panel.planes(problem.fmt, panel_codes, panel_scale, problem.compute_dtype)
+
+    if problem.is_empty:
+        return jnp.zeros((problem.m, problem.rows if problem.form == "dot" else cols), x.dtype)
+    one_dot = problem.m == 1 and problem.form == "dot" and problem.platform == "cpu"
+    if one_dot and scale is None:
+        return one_row.dot_form(x, codes, decoded, parts=parts, precision=precision)
+    if one_dot and one_row.fits_nf4(problem.block):
+        return one_row.nf4_dot_form(x, codes, scale)
+    if problem.m == 1 and problem.form == "axpy" and one_row.fits_axpy(problem.rows):
+        return one_row.axpy_form(x, codes, scale, decoded, parts=parts, cols=cols)
+    sizes = {"parts": parts, "panel": panel.panel_rows(problem), "precision": precision}
+    if problem.form == "dot":
+        return panel.dot_form(x, codes, scale, decoded, **sizes)
+    return panel.axpy_form(x, codes, scale, decoded, cols=cols, **sizes)

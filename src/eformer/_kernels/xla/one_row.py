@@ -17,16 +17,18 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from .panel import Planes, dot_panel, flat, for_panels, positions, split_columns, take_rows, weave_columns
+from . import panel
 
 # Positions summed side by side in the dot form, and the products one loop adds up for each: with fewer the result of a
 # loop is stored more often, and longer loop bodies no longer vectorize.
 _LANES, _TERMS = 64, 64
 # Rows per step of the axpy form, and how many of them are added up while decoding.
 _PANEL, _FOLD = 256, 8
+# Of `nf4_dot_form`: bytes added up in one loop body, and how many of them one after the other.
+_LONGEST, _SHORTEST, _CHAIN = 32, 8, 8
 
 
-def dot_form(x: jax.Array, codes: jax.Array, planes: Planes, *, parts: int, precision: Any) -> jax.Array:
+def dot_form(x: jax.Array, codes: jax.Array, planes: panel.Planes, *, parts: int, precision: Any) -> jax.Array:
     """x @ D.T for x (1, C) and codes (R, P), without storing decoded values.
 
         y[r] = sum_l ( sum_{u, i}  xs[i, u, l] * plane_i(codes[r, u, l]) )       position = u * lanes + l
@@ -35,7 +37,7 @@ def dot_form(x: jax.Array, codes: jax.Array, planes: Planes, *, parts: int, prec
     registers. A decoded panel would write and read four bytes per value to use each of them once.
     """
     rows, count = codes.shape
-    xs = lax.optimization_barrier(split_columns(x, parts, count)[:, 0])
+    xs = lax.optimization_barrier(panel.split_columns(x, parts, count)[:, 0])
     whole, step = count - count % _LANES, _LANES * (_TERMS // parts)
     y = jnp.zeros((rows, 1), x.dtype)
     for begin in range(0, whole, step):
@@ -46,8 +48,49 @@ def dot_form(x: jax.Array, codes: jax.Array, planes: Planes, *, parts: int, prec
         # The barrier keeps XLA from merging the loops into one again.
         y = y + times_ones(lax.optimization_barrier(functools.reduce(operator.add, terms)), 1)
     if whole < count:
-        y = y + dot_panel(planes(codes[:, whole:], None), xs[:, None, whole:], precision)
+        y = y + panel.dot_panel(planes(codes[:, whole:], None), xs[:, None, whole:], precision)
     return y.T
+
+
+def nf4_piece(block: int) -> int:
+    """Bytes `nf4_dot_form` adds up at a time: a whole block, or an equal part of a long one."""
+    return next(length for length in range(_LONGEST, 0, -1) if block // 2 % length == 0)
+
+
+def fits_nf4(block: int | None) -> bool:
+    return block is not None and nf4_piece(block) >= _SHORTEST
+
+
+def nf4_dot_form(x: jax.Array, codes: jax.Array, absmax: jax.Array) -> jax.Array:
+    """x @ D.T for x (1, C), without storing decoded values.
+
+        y[r] = sum_b absmax[r, b] * sum_p ( even[byte] * x[b, p, 0] + odd[byte] * x[b, p, 1] )     byte = codes[r, b, p]
+
+    Two tables give the values of each of the 256 bytes. With a single row of x two loads are quicker than the thirty
+    selects of `nf4_lookup`; they are scalar code, so the sum over p is written out, in chains that run side by side.
+    """
+    rows, count, length = codes.shape[0], panel.positions(codes), nf4_piece(2 * codes.shape[-1])
+    codes = codes.reshape(rows, -1, length)
+    absmax = jnp.repeat(absmax.astype(x.dtype), codes.shape[1] // absmax.shape[1], axis=1)
+    xs = lax.optimization_barrier(jnp.pad(x[0], (0, 2 * count - x.shape[1]))).reshape(-1, length, len(panel.NF4_SHIFTS))
+    # The barrier keeps XLA from moving the selects that make the tables into the loop that reads them.
+    tables = lax.optimization_barrier(
+        [panel.nf4_lookup(jnp.arange(256, dtype=jnp.uint8), s, x.dtype) for s in panel.NF4_SHIFTS]
+    )
+
+    def chain(places: range) -> jax.Array:
+        terms = [_pick(table, codes[..., p]) * xs[None, :, p, i] for p in places for i, table in enumerate(tables)]
+        return functools.reduce(operator.add, terms)
+
+    chains = [chain(range(first, min(first + _CHAIN, length))) for first in range(0, length, _CHAIN)]
+    return times_ones(lax.optimization_barrier(functools.reduce(operator.add, chains) * absmax), 1).T
+
+
+def _pick(table: jax.Array, codes: jax.Array) -> jax.Array:
+    """table[codes], without a test for indices outside of it: a byte has none."""
+    dimensions = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0,), start_index_map=(0,))
+    indices = codes.astype(jnp.int32)[..., None]
+    return lax.gather(table, indices, dimensions, (1,), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def times_ones(array: jax.Array, axis: int) -> jax.Array:
@@ -66,21 +109,21 @@ def fits_axpy(rows: int) -> bool:
     return rows >= _PANEL
 
 
-def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, parts: int, cols: int) -> jax.Array:
+def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, *, parts: int, cols: int) -> jax.Array:
     """x @ D for x (1, R): rows far apart in the panel are added element by element, then what is left is summed."""
     rows, group = codes.shape[0], _PANEL // _FOLD
 
     def body(start: Any, repeated: Any, ys: list[jax.Array]) -> list[jax.Array]:
-        x_panel = take_rows(x[0], start, _PANEL)
+        x_panel = panel.take_rows(x[0], start, _PANEL)
         if rows % _PANEL:
             x_panel = jnp.where(jnp.arange(_PANEL) >= repeated, x_panel, 0)
         folded: list[Any] = [0] * parts
         for i in range(_FOLD):
             first = start + i * group
-            decoded = planes(take_rows(codes, first, group), take_rows(scale, first, group))
+            decoded = planes(panel.take_rows(codes, first, group), panel.take_rows(scale, first, group))
             factor = x_panel[i * group : (i + 1) * group].reshape(group, *[1] * (codes.ndim - 1))
             folded = [total + w * factor for total, w in zip(folded, decoded, strict=True)]
-        return [y + times_ones(lax.optimization_barrier(flat(f)), 0) for y, f in zip(ys, folded, strict=True)]
+        return [y + times_ones(lax.optimization_barrier(panel.flat(f)), 0) for y, f in zip(ys, folded, strict=True)]
 
-    zeros = zeros_like_in((1, positions(codes)), x.dtype, x)
-    return weave_columns(for_panels(rows, _PANEL, body, [zeros] * parts), cols)
+    zeros = zeros_like_in((1, panel.positions(codes)), x.dtype, x)
+    return panel.weave_columns(panel.for_panels(rows, _PANEL, body, [zeros] * parts), cols)

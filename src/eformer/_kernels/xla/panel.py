@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,8 +20,24 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
+from ..formats import NF4_CODEBOOK
+from ..parameters import Problem
+
+# Decoded bytes one panel may take: much less than a dense matrix, enough to make the cost of a loop step small. XLA
+# rearranges x for every panel it is multiplied with: with many rows of x fewer, larger panels are quicker.
+_PANEL_BYTES, _PANEL_BYTES_MANY, _MANY = 8 << 20, 16 << 20, 64
+_SMALLEST, _LARGEST = 32, 4096
+NF4_SHIFTS = (4, 0)  # of the first and the second value in a byte
+
 # (codes of a panel, scale of a panel or None) -> planes, each of the shape of the codes
 Planes = Callable[[jax.Array, Any], list[jax.Array]]
+
+
+def panel_rows(problem: Problem) -> int:
+    """Rows per panel: the power of two that fits the budget."""
+    budget = _PANEL_BYTES if problem.has_at_most(_MANY - 1) else _PANEL_BYTES_MANY
+    fitting = budget // (problem.compute_dtype.itemsize * max(problem.cols, 1))
+    return min(max(1 << max(fitting.bit_length() - 1, 0), _SMALLEST), _LARGEST)
 
 
 def split_columns(x: jax.Array, planes: int, positions: int) -> jax.Array:
@@ -127,3 +144,54 @@ def axpy_form(
     zeros = zeros_like_in((x.shape[0], positions(codes)), x.dtype, x)
     ys = for_panels(rows, panel, body, [zeros] * parts)
     return weave_columns(ys, cols)
+
+
+# -- the values of a panel of bytes, plane by plane: plane i holds value i of every byte -------------------------------
+
+
+def nf4_lookup(codes: jax.Array, shift: int, dtype: Any) -> jax.Array:
+    """Codebook values of the four bits above `shift`.
+
+    Four levels of selects: XLA vectorizes them, while an indexed load per value becomes scalar code.
+    """
+    values: list[jax.Array] = [jnp.asarray(value, dtype) for value in NF4_CODEBOOK]
+    for bit in range(4):
+        is_set = (codes & jnp.uint8(1 << (bit + shift))) != 0
+        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _nf4(codes: jax.Array, dtype: Any) -> list[jax.Array]:
+    return [nf4_lookup(codes, shift, dtype) for shift in NF4_SHIFTS]
+
+
+def _int8(codes: jax.Array, dtype: Any) -> list[jax.Array]:
+    return [codes.astype(dtype)]
+
+
+def _ternary(codes: jax.Array, dtype: Any) -> list[jax.Array]:
+    # By way of int8: the conversion of unsigned bytes is slower than that of signed ones.
+    return [((codes >> jnp.uint8(s)) & jnp.uint8(3)).astype(jnp.int8).astype(dtype) - 1 for s in (6, 4, 2, 0)]
+
+
+def _binary(codes: jax.Array, dtype: Any) -> list[jax.Array]:
+    one = jnp.ones((), dtype)
+    return [jnp.where((codes & jnp.uint8(1 << bit)) != 0, one, -one) for bit in range(7, -1, -1)]
+
+
+UNSCALED: Mapping[str, Callable[[jax.Array, Any], list[jax.Array]]] = MappingProxyType(
+    {"nf4": _nf4, "int8": _int8, "ternary": _ternary, "binary": _binary}
+)
+
+
+def planes(fmt: str, codes: jax.Array, scale: Any, dtype: Any) -> list[jax.Array]:
+    """Each of the shape of the codes; scale None stands for 1."""
+    return scaled(UNSCALED[fmt](codes, dtype), scale, codes)
+
+
+def scaled(values: list[jax.Array], scale: Any, codes: jax.Array) -> list[jax.Array]:
+    """Planes times the scale of every block (codes with an axis of blocks) or of every value."""
+    if scale is None:
+        return values
+    factors = [scale[..., None]] if codes.ndim == 3 else split_columns(scale, len(values), codes.shape[-1])
+    return [value * factors[i % len(factors)] for i, value in enumerate(values)]
