@@ -6,13 +6,12 @@ import argparse
 import importlib
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eformer.cli._fail import FAILED, OK
+from eformer.cli._common import FAILED, OK, add_json, print_json, print_table
 from eformer.cli._main import run_command
-from eformer.cli._text import add_json, print_json, print_table, teller
 
 # name -> (module, what it is)
 MODELS = {
@@ -39,11 +38,18 @@ def run(options: argparse.Namespace) -> int:
     """Run the demonstration; the exit status is 1 if one of its checks failed."""
     model = importlib.import_module(MODELS[options.model][0])
     options.out.mkdir(parents=True, exist_ok=True)
-    tell = teller(options.json)
+    tell = _teller(options.json)
     found = model.run(model.QUICK if options.quick else model.Plan(), options.out, tell)
     tell("")
     print_json(found) if options.json else show(found)
     return OK if all(found["checks"].values()) else FAILED
+
+
+def _teller(quiet: bool) -> Callable[[str], None]:
+    """A function that shows progress on one line of the terminal, and prints nothing to a file."""
+    if quiet or not sys.stderr.isatty():
+        return lambda what: None
+    return lambda what: print(f"\r\x1b[2K{what}", end="" if what else "\r", file=sys.stderr, flush=True)
 
 
 def show(found: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from eformer._kernels.grouped import GROUPED_PRODUCT
 from eformer._kernels.lookup import LOOKUP
 from eformer._kernels.matmul import PRODUCT
 from eformer._kernels.parameters import FORMS, product_problem
-from eformer.cli._selfcheck import random_storage
+from eformer.cli.doctor import random_storage
 from eformer.jaximus import leaf_predicate
 
 MARK = "<!-- written by support_matrix.py -->\n\n"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from eformer.cli import _selfcheck, doctor, main
+from eformer.cli import doctor, main
 
 
 def test_no_command_prints_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +60,6 @@ def test_tables(rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_a_wrong_result_is_an_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_selfcheck, "LIMIT", 1e-12)
+    monkeypatch.setattr(doctor, "LIMIT", 1e-12)
     assert main(["doctor", "--no-timing"]) == 1
     assert "WRONG" in capsys.readouterr().out

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from eformer._quantize.paths import open_tree
-from eformer._quantize.roles import roles_of
+from eformer._quantize.leaves import open_tree, roles_of
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import quantize_tree
 

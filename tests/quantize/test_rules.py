@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eformer._quantize.rules import Rules, as_config
+from eformer._quantize.plan import Rules, as_config
 from eformer.ops.quantization import QuantizationConfig, QuantizationType
 
 PATHS = ["embed/table", "layers/0/attn/q/kernel", "layers/0/norm/scale", "layers/11/mlp/up/kernel", "head/kernel"]

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 
-from eformer._quantize import progress as progress_module
-from eformer._quantize.paths import open_tree
+from eformer._quantize import tree as tree_module
+from eformer._quantize.leaves import open_tree
 from eformer.errors import UnusedRuleWarning
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import (
@@ -301,6 +301,6 @@ def test_progress_is_told_and_shown(monkeypatch: pytest.MonkeyPatch):
             return True
 
     for screen, progress, shown in ((Terminal(), None, True), (io.StringIO(), None, False), (Terminal(), False, False)):
-        monkeypatch.setattr(progress_module.sys, "stderr", screen)
+        monkeypatch.setattr(tree_module.sys, "stderr", screen)
         quantize_tree(model(), progress=progress)
         assert ("quantizing" in screen.getvalue()) == shown

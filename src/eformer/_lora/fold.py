@@ -11,10 +11,9 @@ import jax
 from eformer import _table
 from eformer._core import ImplicitArray
 from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
-from eformer._quantize.paths import open_tree
+from eformer._quantize.leaves import Role, open_tree, roles_of
+from eformer._quantize.plan import Choice, as_config
 from eformer._quantize.report import relative_error
-from eformer._quantize.roles import Role, roles_of
-from eformer._quantize.rules import Choice, as_config
 
 from .array import LoraArray
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._formats.arguments import is_storage
-from eformer._quantize.paths import map_tree, open_tree
-from eformer._quantize.rules import Rule
+from eformer._quantize.leaves import map_tree, open_tree
+from eformer._quantize.plan import Rule
 from eformer.errors import UnusedRuleWarning
 
 from .array import LoraArray, check_shapes

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._quantize.paths import Leaf, open_tree
-from eformer._quantize.plan import skipped_kinds
-from eformer._quantize.roles import GROUPS, Role, roles_of
-from eformer._quantize.rules import Rule
+from eformer._quantize.leaves import GROUPS, Leaf, Role, open_tree, roles_of
+from eformer._quantize.plan import Rule, skipped_kinds
 from eformer.errors import UnusedRuleWarning
 
 from .array import LoraArray

@@ -7,11 +7,11 @@ Array8B(float32[128,64], int8, 8.25 bits per weight)
 
 from __future__ import annotations
 
-from .fake import fake_quantize_tree as fake_quantize_tree
-from .fake import quant_delay as quant_delay
-from .progress import Progress as Progress
 from .report import LeafReport as LeafReport
 from .report import Report as Report
 from .report import report as report
+from .tree import Progress as Progress
 from .tree import dequantize_tree as dequantize_tree
+from .tree import fake_quantize_tree as fake_quantize_tree
+from .tree import quant_delay as quant_delay
 from .tree import quantize_tree as quantize_tree

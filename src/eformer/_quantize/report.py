@@ -16,7 +16,7 @@ from eformer import _table
 from eformer._core import ImplicitArray, materialize
 from eformer._formats.blocks import wide
 
-from .paths import open_tree
+from .leaves import open_tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,76 @@
-"""`quantize_tree` and `dequantize_tree`: whole models, a leaf at a time."""
+"""Whole models, a leaf at a time: `quantize_tree`, `dequantize_tree`, and `fake_quantize_tree` for training (QAT)."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._core import ImplicitArray, materialize
+from eformer._core import ImplicitArray, materialize, ste
 from eformer._jax import traces
+from eformer._table import printable
 
-from .config import quantize_stack
-from .paths import open_tree
-from .plan import MIN_SIZE, SKIP, Decision, plan
-from .progress import Progress, Reporter, reporter
-from .rules import Choice
+from .config import QuantizationConfig, quantize_stack
+from .leaves import open_tree
+from .plan import MIN_SIZE, SKIP, Choice, Decision, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run stands: bytes of input that are done, out of how many, and the leaf it did last."""
+
+    name: str
+    done: int
+    total: int
+
+
+Reporter = Callable[[Progress], None]
+Schedule = Callable[[Any], jax.Array]
+
+
+@contextlib.contextmanager
+def reporter(progress: Reporter | bool | None, title: str) -> Iterator[Reporter]:
+    """A function to call after each leaf.
+
+    `progress` is that function, or True for a bar, False for nothing, None for a bar if stderr is a terminal.
+    """
+    if callable(progress):
+        yield progress
+        return
+    if progress is None:
+        progress = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not progress:
+        yield lambda step: None
+        return
+    with _bar(title) as update:
+        yield update
+
+
+@contextlib.contextmanager
+def _bar(title: str) -> Iterator[Reporter]:
+    try:
+        import rich.console
+        import rich.progress as bars
+    except ImportError as err:
+        raise ImportError("progress=True draws a bar with rich, which is not installed: pip install rich.") from err
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[leaf]}", markup=False),
+    )
+    with bars.Progress(*columns, console=rich.console.Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(title, total=None, leaf="")
+        yield lambda step: shown.update(task, completed=step.done, total=step.total, leaf=printable(step.name))
 
 
 def quantize_tree(
@@ -171,3 +224,62 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 
 def _nbytes(value: Any) -> int:
     return math.prod(value.shape) * np.dtype(value.dtype).itemsize
+
+
+def fake_quantize_tree(
+    params: Any,
+    rules: Any = None,
+    *,
+    default: Choice = "nf4",
+    min_size: int = MIN_SIZE,
+    skip: Iterable[str] = SKIP,
+    strength: Any = 1.0,
+) -> Any:
+    """`dequantize_tree(quantize_tree(params, ...))`, bit for bit, differentiated as the identity.
+
+    Call it on the trained parameters inside the loss. `strength` blends: 0 gives the parameters themselves, 1 their
+    quantized values; a schedule such as `quant_delay` makes it grow with the step.
+
+    >>> params = {"kernel": jnp.linspace(-1.0, 1.0, 4096).reshape(64, 64)}
+    >>> len(jnp.unique(fake_quantize_tree(params)["kernel"][:, 0])), len(jnp.unique(params["kernel"][:, 0]))
+    (16, 64)
+    """
+    tree = open_tree(params)
+    planned = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
+    planned.warn()
+    results = []
+    for decision in planned.decisions:
+        value = decision.leaf.value
+        if decision.config is not None:
+            real = dataclasses.replace(decision.config, simulate=False)
+            value = _blend(value, real, decision.role.batch, jnp.asarray(strength, jnp.float32))
+        results.append(value)
+    return tree.rebuild(results)
+
+
+@ste
+def _blend(value: Any, config: QuantizationConfig, batch: int, strength: jax.Array) -> Any:
+    dense = quantize_stack(value, config, batch).materialize()
+    # Not `value + 1 * (dense - value)`: at full strength the values are those of the quantized model, to the bit.
+    mixed = (1 - strength) * value + strength * dense
+    return jnp.where(strength >= 1, dense, mixed.astype(dense.dtype))
+
+
+def quant_delay(delay: int, ramp: int = 0) -> Schedule:
+    """A schedule for `fake_quantize_tree(strength=...)`: 0 for `delay` steps, then linearly to 1 within `ramp` steps.
+
+    Training starts dense and meets the quantized values once the weights have settled.
+
+    >>> schedule = quant_delay(2, ramp=2)
+    >>> [float(schedule(step)) for step in range(6)]
+    [0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
+    """
+    for name, value in (("delay", delay), ("ramp", ramp)):
+        if value < 0:
+            raise ValueError(f"{name}={value} is not allowed; give a number of steps, 0 or more.")
+
+    def schedule(step: Any) -> jax.Array:
+        begun = jnp.asarray(step, jnp.float32) - delay + 1
+        return jnp.clip(begun / max(ramp, 1), 0.0, 1.0)
+
+    return schedule

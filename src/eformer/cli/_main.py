@@ -15,8 +15,7 @@ from typing import Any
 
 from eformer.errors import CheckpointError
 
-from ._fail import FAILED, Failure
-from ._versions import version
+from ._common import FAILED, Failure, version
 
 # name -> (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {

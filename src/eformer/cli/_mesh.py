@@ -19,13 +19,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from eformer._quantize.paths import named_leaf
-from eformer._quantize.roles import Role, roles_of
+from eformer._quantize.leaves import Role, named_leaf, roles_of
 from eformer.errors import CheckpointError
 from eformer.serialization.checkpoint.parts import specs_of
 
-from ._fail import WrongUse
-from ._text import print_table
+from ._common import WrongUse, print_table
 
 # Kernels whose output is added to the residual stream: their inputs are what the kernels before have split.
 _BACK = re.compile(r"(^|[._/])(w?o|w2|out|output|down|fc2|c_proj|dense_4h_to_h|(o|out|down|output)_proj|wo)([._/]|$)")

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from eformer._core import explain, implicit
 from eformer.ops.quantization import quantize
 
-from ._fail import OK, WrongUse
-from ._text import add_json, print_json, print_table
+from ._common import OK, WrongUse, add_json, print_json, print_table
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 _DTYPES = ("float32", "bfloat16", "float16")

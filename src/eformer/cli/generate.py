@@ -15,9 +15,8 @@ from eformer.ops.quantization import quantize_tree
 from eformer.ops.quantization import report as report_of
 from eformer.serialization import GgufFile
 
-from . import _files
-from ._fail import OK, Failure, WrongUse
-from ._text import add_json, print_json
+from ._common import OK, Failure, WrongUse, add_json, print_json
+from .inspect import open_checkpoint
 
 # name -> what `quantize_tree` takes; None keeps the weights as they are
 FORMATS: dict[str, Any] = {
@@ -85,7 +84,7 @@ def _finish(options: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def _load(name: str, *, dense: bool) -> Model:
-    opened = _files.open_checkpoint(model_file(*SMOLLM2) if name == "smollm2" else Path(name))
+    opened = open_checkpoint(model_file(*SMOLLM2) if name == "smollm2" else Path(name))
     if dense and not isinstance(opened, GgufFile):
         raise WrongUse("--format quantizes dense weights; this file is quantized already, so leave --format out.")
     try:

@@ -5,13 +5,40 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from eformer.serialization import GgufFile, LazyCheckpoint
 from eformer.serialization.inspection import COLUMNS, FileReport, inspect
+from eformer.serialization.inspection import open_checkpoint as open_any
 
-from . import _files
-from ._fail import OK
-from ._text import add_json, print_json, print_table
+from ._common import OK, Failure, add_json, print_json, print_table
+
+
+def check_exists(path: Path) -> None:
+    """A file, a folder, or the name that an index of several files would have."""
+    if not path.exists() and not path.with_name(path.name + ".index.json").exists():
+        raise Failure(f"{path} does not exist.")
+
+
+def open_checkpoint(path: Path) -> LazyCheckpoint | GgufFile:
+    """A checkpoint of any kind; its leaves are not read."""
+    check_exists(path)
+    return open_any(path)
+
+
+def shortened(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata with long strings cut and long lists counted."""
+    return {key: _short(value) for key, value in metadata.items()}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= 200 else f"{value[:200]}... ({len(value):,} characters)"
+    return f"{len(value):,} values" if hasattr(value, "__len__") else str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List the tensors, the totals per format, and the metadata of the file."""
-    _files.check_exists(options.file)
+    check_exists(options.file)
     found = inspect(options.file)
     listed = tuple(tensor for tensor in found.tensors if fnmatch.fnmatchcase(tensor.path, options.only))
-    found = dataclasses.replace(found, tensors=listed, metadata=_files.shortened(found.metadata))
+    found = dataclasses.replace(found, tensors=listed, metadata=shortened(found.metadata))
     if options.json:
         print_json({**dataclasses.asdict(found), "formats": found.formats, "nbytes": found.nbytes})
     else:

@@ -8,18 +8,69 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eformer._quantize.plan import MIN_SIZE, SKIP
-from eformer._quantize.progress import reporter
-from eformer._quantize.roles import GROUPS
+from eformer._quantize.leaves import GROUPS
+from eformer._quantize.plan import MIN_SIZE, SKIP, Plan
+from eformer._quantize.tree import reporter
 from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
 from eformer.serialization import GgufFile, StreamReport
 from eformer.serialization.streaming.quantize_file import plan_source, write_quantized
 from eformer.serialization.streaming.source import open_source
 
-from . import _files, _rules
-from ._fail import OK, WrongUse
-from ._text import add_json, print_json, print_table
+from ._common import OK, WrongUse, add_json, print_json, print_table
+from .inspect import check_exists
+
+_KEEP = ("none", "dense", "keep")
+
+
+def from_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the planner. Rules of the command line come before those of a file."""
+    rules = [_rule(text) for text in options.rule]
+    if options.rules is not None:
+        rules += _rules_file(options.rules)
+    default: Any = _choice(options.format)
+    if options.double_quant or options.block_size is not None:
+        if default != "nf4":
+            raise WrongUse(f"--double-quant and --block-size are options of nf4, and --format is {options.format!r}.")
+        default = {"dtype": "nf4", "double_quant": options.double_quant}
+        default |= {} if options.block_size is None else {"block_size": options.block_size}
+    skip = tuple(name for name in options.skip.split(",") if name)
+    return {"rules": rules, "default": default, "axis": options.axis, "min_size": options.min_size, "skip": skip}
+
+
+def _rule(text: str) -> tuple[str, Any]:
+    pattern, equals, choice = text.rpartition("=")
+    if not equals or not pattern:
+        raise WrongUse(f"--rule {text!r} is not of the form PATTERN=FORMAT, such as '*embed*=int8' or '*norm*=none'.")
+    return pattern, _choice(choice)
+
+
+def _choice(text: str) -> Any:
+    return None if text.lower() in _KEEP else text
+
+
+def _rules_file(path: Path) -> list[tuple[str, Any]]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as err:
+        raise WrongUse(f"--rules {path} is not JSON: {err}.") from err
+    if not isinstance(found, dict):
+        raise WrongUse(f"--rules {path} does not hold an object of patterns and formats.")
+    return [(pattern, _choice(c) if isinstance(c, str) else c) for pattern, c in found.items()]
+
+
+def described(planned: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    lines = [
+        {
+            "path": ".".join(d.leaf.names),
+            "format": "dense" if d.config is None else str(d.config.dtype),
+            "axis": None if d.config is None else d.config.axis,
+            "reason": d.reason,
+        }
+        for d in planned.decisions
+    ]
+    return {"tensors": lines, "warnings": planned.warnings}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,14 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Quantize the file; rules without effect are named in warnings."""
-    _files.check_exists(options.source)
+    check_exists(options.source)
     source = open_source(options.source)
     try:
-        planned = plan_source(source, **_rules.from_options(options))
+        planned = plan_source(source, **from_options(options))
     except (TypeError, ValueError) as err:
         raise WrongUse(str(err)) from err
     if options.dry_run:
-        found = _rules.described(planned)
+        found = described(planned)
         print_json(found) if options.json else show_plan(found)
         return OK
     size, notes = options.max_shard_size, tokenizer_notes(source.opened)

@@ -10,9 +10,9 @@ from typing import Any
 from eformer._quantize.report import COLUMNS, Report
 from eformer._quantize.report import report as report_of
 
-from . import _files, _mesh
-from ._fail import OK, Failure
-from ._text import add_json, print_json, print_table
+from . import _mesh
+from ._common import OK, Failure, add_json, print_json, print_table
+from .inspect import open_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report, and draw it with --plot."""
-    leaves = dict(_files.open_checkpoint(options.file))
+    leaves = dict(open_checkpoint(options.file))
     found = report_of(leaves, None if options.against is None else _original(options.against, leaves))
     if options.plot is not None:
         try:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _original(path: Path, leaves: dict[str, Any]) -> dict[str, Any]:
-    opened = _files.open_checkpoint(path)
+    opened = open_checkpoint(path)
     shared = [name for name in leaves if name in opened]
     if not shared:
         there = ", ".join(map(repr, list(opened)[:3]))

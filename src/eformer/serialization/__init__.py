@@ -12,7 +12,7 @@ ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
 from __future__ import annotations
 
 from eformer._formats.grouped.array import GroupedArray as GroupedArray
-from eformer._quantize.progress import Progress as Progress
+from eformer._quantize.tree import Progress as Progress
 from eformer.errors import CheckpointError as CheckpointError
 from eformer.errors import ProcessError as ProcessError
 

@@ -16,10 +16,9 @@ import numpy as np
 
 from eformer import _table
 from eformer._quantize.config import Axis, quantize_stack
-from eformer._quantize.paths import named_leaf
-from eformer._quantize.plan import MIN_SIZE, SKIP, Decision, Plan, plan
-from eformer._quantize.progress import Progress, Reporter
-from eformer._quantize.rules import Choice, Unused
+from eformer._quantize.leaves import named_leaf
+from eformer._quantize.plan import MIN_SIZE, SKIP, Choice, Decision, Plan, Unused, plan
+from eformer._quantize.tree import Progress, Reporter
 from eformer.errors import CheckpointError
 
 from ..checkpoint.index import index_path

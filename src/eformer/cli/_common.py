@@ -1,15 +1,31 @@
-"""Printing for people: with rich where it is installed (the extra `cli`), in plain text without it."""
+"""What commands share: exit statuses, the errors that end one with one line for the user, and printing for people.
+
+Tables are drawn with rich where it is installed (the extra `cli`), in plain text without it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from eformer._table import are_numbers, lines, printable
+from eformer.errors import CommandError as Failure
+from eformer.errors import CommandUsageError as WrongUse
+
+OK, FAILED, WRONG_USE = 0, Failure.status, WrongUse.status
+
+
+def version(name: str) -> str:
+    """The version of a distribution, also when it is run from its sources without being installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +36,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def print_json(found: Any) -> None:
     """Data for programs: one object."""
     print(json.dumps(found, indent=2))
-
-
-def teller(quiet: bool = False) -> Callable[[str], None]:
-    """A function that shows progress on one line of the terminal, and prints nothing to a file."""
-    if quiet or not sys.stderr.isatty():
-        return lambda what: None
-    return lambda what: print(f"\r\x1b[2K{what}", end="" if what else "\r", file=sys.stderr, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
