@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eformer._kernels import qgather, qragged_dot
-from eformer._kernels.reference import decode
+from eformer._kernels.formats import decode
 from eformer._kernels.xla import panel
 
 from .cases import FORMATS, FORMS, SCALES, make_case, relative_error

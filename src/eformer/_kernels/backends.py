@@ -16,8 +16,7 @@ from . import cpu, cuda, native, tpu
 from .formats import FORMATS, one_of
 from .matmul import PRODUCT
 from .parameters import product_problem
-from .select import choose, default_platform
-from .switch import nf4_use_kernel
+from .select import choose, default_platform, nf4_use_kernel
 
 LIBRARIES = (cpu.LIBRARY, cuda.LIBRARY)
 # What names the instruction set or architecture that is used on this machine.

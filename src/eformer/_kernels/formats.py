@@ -8,8 +8,8 @@ may stand in front of every array:
     ternary   codes uint8 (R, ceil(C/4)), two bits each, value = code - 1, first element in the high bits; scale or None
     binary    codes uint8 (R, ceil(C/8)), one bit each, 1 is +1, 0 is -1, first element in the high bit; scale or None
 
-A row is all that products in plain JAX (`reference`), lookups, sharding and the checks need to know of a format. What
-makes it fast is written per format: `xla.panel`, `tpu._decode`, and the decoders in csrc.
+A row is all that decoding in plain JAX, lookups, sharding and the checks need to know of a format. What makes it fast
+is written per format: `xla.panel`, `tpu._pallas`, and the decoders in csrc.
 """
 
 from __future__ import annotations
@@ -168,3 +168,25 @@ def with_batch_of(codes: jax.Array, scale: jax.Array | None, fmt: str) -> jax.Ar
     if scale is None or scale.shape[:-2] == (batch := codes.shape[: -FORMATS[fmt].core_ndim]):
         return scale
     return jnp.broadcast_to(scale, (*batch, *scale.shape[-2:]))
+
+
+def unpack(codes: jax.Array, fmt: str) -> jax.Array:
+    """Separate packed codes along the last axis, which grows by the number of values per stored element."""
+    row = FORMATS[fmt]
+    if row.per_code == 1:
+        return codes
+    shifts = jnp.arange(row.per_code - 1, -1, -1, dtype=jnp.uint8) * row.bits
+    parts = (codes[..., None] >> shifts.reshape((1,) * codes.ndim + (-1,))) & jnp.uint8(2**row.bits - 1)
+    return parts.reshape(*codes.shape[:-1], codes.shape[-1] * row.per_code)
+
+
+def decode(codes: jax.Array, scale: jax.Array | None, *, fmt: str, cols: int, dtype: Any = jnp.float32) -> jax.Array:
+    """The dense matrix D (..., R, cols) that codes and scale stand for."""
+    row = FORMATS[fmt]
+    values = row.values(unpack(codes, fmt), dtype)
+    if row.blocked:
+        assert scale is not None  # checked with the storage
+        values = values * scale[..., None].astype(dtype)
+        return values.reshape(*codes.shape[:-2], values.shape[-2] * values.shape[-1])[..., :cols]
+    values = values if values.shape[-1] == cols else values[..., :cols]
+    return values if scale is None else values * scale.astype(dtype)

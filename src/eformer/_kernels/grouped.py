@@ -20,7 +20,7 @@ from .group_tiles import cut, joined
 from .matmul import PRODUCT, on_floats, product_sharded_like
 from .operation import Operation, one_after_another
 from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
-from .partition_rules import split_groups
+from .partition import split_groups
 from .select import Candidate, anything
 
 

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import cpu, cuda, tpu
-from .formats import FORMATS, check_storage, one_of
+from .formats import FORMATS, check_storage, decode, one_of
 from .operation import Operation, one_after_another
 from .parameters import PREFERENCES, Parameters, Problem, as_operands, problem_of
-from .partition_rules import split_lookup
-from .reference import decode
+from .partition import split_lookup
 from .select import Candidate, anything
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._jax import avals, primitives
 from eformer._jax.primitives import Primitive, ad, batching
 from eformer._record import record, recording
 from eformer.errors import QuantizedGradientError
 
-from . import explicit_sharding, switch
 from .parameters import Parameters, Problem
-from .select import Candidate, Choice, choose, default_platform
+from .select import Candidate, Choice, choose, default_platform, switches
 
 _config: Any = jax.config
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -79,10 +79,12 @@ class Operation:
             self.announce(self.problem(parameters, default_platform(), *operands))
         if out is None and not avals.typed_by_a_mesh(*operands):
             return self.primitive.bind(*operands, parameters=parameters)
-        out = explicit_sharding.of_result(self.sharded_like(parameters, *operands)) if out is None else out
-        apply = functools.partial(self.primitive.bind, parameters=parameters)
+        out = _sharding_of_result(self.sharded_like(parameters, *operands)) if out is None else out
+        apply: Any = functools.partial(self.primitive.bind, parameters=parameters)
         agreeing = avals.agree(*operands)
-        return apply(*agreeing) if out is None else explicit_sharding.in_auto_mode(apply, out, agreeing)
+        if out is not None:
+            apply = jax.sharding.auto_axes(apply, out_sharding=out)
+        return apply(*agreeing)
 
     def choice(self, problem: Problem) -> Choice:
         """What would compute this problem, and why the others would not."""
@@ -126,7 +128,7 @@ class Operation:
     # -- evaluation and lowering ---------------------------------------------------------------------------------------
 
     def _evaluate(self, *operands: Any, parameters: Parameters) -> Any:
-        jitted = self._jitted(switch.state(), parameters)
+        jitted = self._jitted(switches(), parameters)
         if not _config.jax_disable_jit:
             return jitted(*operands)
         with jax.disable_jit(False):  # or the jitted function would ask for its own evaluation
@@ -139,7 +141,7 @@ class Operation:
         return jax.jit(lambda *operands: self.primitive.bind(*operands, parameters=parameters))
 
     def _program(self, platform: str, split: bool, *, parameters: Parameters) -> Any:
-        return self._built(switch.state(), platform, split, parameters)
+        return self._built(switches(), platform, split, parameters)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def _built(self, native: tuple[bool, bool], platform: str, split: bool, parameters: Parameters) -> Any:
@@ -167,3 +169,34 @@ def one_after_another(bind: Callable[..., Any], operands: Sequence[Any], dims: S
         return bind(*(o if v is None else v for o, v in zip(operands, values, strict=True)))
 
     return lax.map(one, mapped), 0
+
+
+# -- meshes whose axes are part of the types: state the sharding of the result, then let XLA split ---------------------
+
+
+def _sharding_of_result(axes: Sequence[tuple[Any, int]]) -> NamedSharding | None:
+    """The sharding of a result each axis of which is sharded as an axis of an operand, given as (operand, axis).
+
+    None unless an operand has an explicit sharding.
+    """
+    shardings = {id(value): avals.explicit_sharding_of(value) for value, _ in axes}
+    known = next((sharding for sharding in shardings.values() if sharding is not None), None)
+    if known is None:
+        return None
+    entries = [_entries(shardings[id(value)], value.ndim)[axis] for value, axis in axes]
+    used: set[str] = set()
+    return NamedSharding(known.mesh, PartitionSpec(*(_unused(entry, used) for entry in entries)))
+
+
+def _entries(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    spec = () if sharding is None else tuple(sharding.spec)
+    return (*spec, *[None] * (ndim - len(spec)))
+
+
+def _unused(entry: Any, used: set[str]) -> Any:
+    """An axis can split one dimension only: the first one keeps it."""
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if used.intersection(axes):
+        return None
+    used.update(axes)
+    return entry

@@ -1,4 +1,4 @@
-"""Which implementation computes a problem, and why.
+"""Which implementation computes a problem, and why; and the switches that turn native kernels off.
 
 Every operation has a table of candidates in order of speed; a new kernel is a new row. Nothing else names an
 implementation.
@@ -6,14 +6,19 @@ implementation.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from . import switch
+from eformer import _settings
+
 from .parameters import Problem
+
+_nf4: contextvars.ContextVar[bool] = contextvars.ContextVar("eformer_nf4_use_kernel", default=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +67,7 @@ def choose(candidates: Sequence[Candidate], problem: Problem) -> tuple[Candidate
     ranked = sorted(candidates, key=lambda c: problem.preference not in ("auto", c.kind))
     rejected: list[tuple[str, str]] = []
     for candidate in ranked:
-        off = switch.refusal(problem.fmt) if candidate.kind == "native" else None
+        off = refusal(problem.fmt) if candidate.kind == "native" else None
         why = off or candidate.supports(problem)
         if why is None:
             others = _others(ranked, candidate.name, rejected)
@@ -82,3 +87,38 @@ def _others(ranked: Sequence[Candidate], chosen: str, rejected: list[tuple[str, 
     reasons = dict(reversed(rejected))  # of two rows with one name, the reason of the first
     named = [c.name for c in ranked if c.name != chosen]
     return tuple((name, reasons.get(name, f"ranked after {chosen}")) for name in dict.fromkeys(named))
+
+
+# -- native kernels on and off for a piece of a program ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nf4_use_kernel(value: bool) -> Iterator[None]:
+    """Let NF4 arrays use native kernels (CPU, CUDA, TPU), or not, inside a `with` block, also one left by an exception.
+
+    Like every setting of JAX it is read when a program is traced: a jitted function that has been compiled before stays
+    as it is. `True` undoes an enclosing `False`; it does not overrule `EFORMER_KERNELS=0`.
+
+    >>> with nf4_use_kernel(False):
+    ...     refusal("nf4") is None, (refusal("int8") is None) == _settings.kernels_enabled()
+    (False, True)
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"nf4_use_kernel takes True or False, got {value!r}.")
+    token = _nf4.set(value)
+    try:
+        yield
+    finally:
+        _nf4.reset(token)
+
+
+def refusal(fmt: str) -> str | None:
+    """Why products of this format may not use native kernels here; None where they may."""
+    if not _settings.kernels_enabled():
+        return "native kernels are turned off (EFORMER_KERNELS)"
+    return "native kernels are turned off (nf4_use_kernel)" if fmt == "nf4" and not _nf4.get() else None
+
+
+def switches() -> tuple[bool, bool]:
+    """All a compiled operation may have depended on: part of the key it is remembered by."""
+    return _settings.kernels_enabled(), _nf4.get()

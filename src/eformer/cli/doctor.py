@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._kernels import explain, qmatmul
-from eformer._kernels.formats import FORMATS
+from eformer._kernels.formats import FORMATS, decode
 from eformer._kernels.parameters import FORMS, product_problem
-from eformer._kernels.reference import decode
 from eformer._kernels.select import default_platform
 from eformer.ops.quantization.kernels import kernels
 

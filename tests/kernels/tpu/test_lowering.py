@@ -12,8 +12,7 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from eformer._kernels import explain, qgather, qmatmul, qragged_dot
-from eformer._kernels.tpu import _refusals
+from eformer._kernels import explain, qgather, qmatmul, qragged_dot, tpu
 from eformer._kernels.tpu._pallas import precision
 
 from ..cases import FORMATS, FORMS, make_case
@@ -132,7 +131,7 @@ def test_explain_names_the_kernel_and_why_not() -> None:
 def test_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(CASES["nf4"], "dot", aval(4, COLS))
     for kind, name in (("TPU v3", "xla"), ("TPU v4", "pallas_tpu"), ("TPU v5 lite", "pallas_tpu"), ("", "pallas_tpu")):
-        monkeypatch.setattr(_refusals, "chip_kind", lambda kind=kind: kind)
+        monkeypatch.setattr(tpu, "chip_kind", lambda kind=kind: kind)
         choice = explain(asked)
         assert choice.name == name
         assert name != "xla" or "not TPU v3" in dict(choice.rejected)["pallas_tpu"]

@@ -10,7 +10,7 @@ import pytest
 
 from eformer._kernels.parameters import Problem
 from eformer._kernels.tpu import tuning
-from eformer._kernels.tpu._grouped import height_of
+from eformer._kernels.tpu._matmul import height_of
 
 ROWS = (1, 100, 128, 500, 4096, 5000, 128256)
 COLS = (64, 1000, 4096, 14336, 53248)

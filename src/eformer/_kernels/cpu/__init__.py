@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..limits import Limits
-from ..native import Loaded, Result, call, in_one_batch_axis, library_of, load, storage_attributes
+from ..native import Limits, Loaded, Result, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import FORMS, Problem, out_shape
 
 LIBRARY = library_of(

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..limits import BF16, F16, F32
-from ..native import Result, call, in_one_batch_axis, storage_attributes
+from ..native import BF16, F16, F32, Result, call, in_one_batch_axis, storage_attributes
 from ..parameters import Problem, out_shape
 from . import _wide
 from ._library import LIBRARY

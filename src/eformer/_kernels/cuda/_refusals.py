@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..limits import F32, Limits
+from ..native import F32, Limits
 from ..parameters import Problem
 from ._library import loaded
 

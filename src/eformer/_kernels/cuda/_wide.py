@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from ..limits import BF16, F16, F32
+from ..native import BF16, F16, F32
 from ..parameters import Problem
 
 FEWEST = 17  # rows of x in the dot form

@@ -6,30 +6,66 @@ from typing import Any
 
 import jax
 
-from ._refusals import chip_kind as chip_kind
-from ._refusals import refuses_gather as refuses_gather
-from ._refusals import refuses_platform as refuses_platform
-from ._refusals import refuses_product as refuses_product
+from ..native import BF16, F32, Limits
+from ..parameters import Problem
+from . import tuning
+
+# One row of 8 x 128 words holds 64 values of 128 rows of D, and a scale must not change inside it.
+LIMITS = Limits(floats=(F32, BF16), block=64, rows_decide="its tiles depend on it")
+# Mosaic multiplies no bfloat16 matrices on these.
+TOO_OLD = ("TPU v2", "TPU v3")
 
 
-def qmatmul(problem: Any, x: jax.Array, codes: jax.Array, scale: Any = None, **options: Any) -> jax.Array:
+def refuses_product(problem: Problem) -> str | None:
+    return refuses_platform(problem.platform) or refuses_operands(problem)
+
+
+def refuses_gather(problem: Problem) -> str | None:
+    why = refuses_platform(problem.platform) or LIMITS.refuses_lookup(problem)
+    if why or problem.preference == "native" or tuning.lookup_pays(problem.fmt, problem.rows, problem.m):
+        return why
+    return f"XLA gathers {problem.m} of {problem.rows} rows of {problem.fmt} with fewer bytes read"
+
+
+def refuses_platform(platform: str) -> str | None:
+    if platform != "tpu":
+        return f"its kernels run on the TPU, not on {platform}"
+    kind = chip_kind()
+    return f"it needs a fourth-generation TPU or a later one, not {kind}" if kind.startswith(TOO_OLD) else None
+
+
+def chip_kind() -> str:
+    """The TPU of this machine; empty where there is none, that is when a program is made for another machine."""
+    return jax.local_devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+
+
+def refuses_operands(problem: Problem) -> str | None:
+    """Whatever the platform: the kernels can be interpreted anywhere."""
+    why = LIMITS.refuses_product(problem)
+    if why or not problem.scaled_both_ways:
+        return why
+    return f"a scale of shape {problem.scale_shape} has one factor per value; it takes one per row or per column"
+
+
+# -- the calls, with the operands of their primitives; `options` are for tests -----------------------------------------
+
+
+def qmatmul(problem: Problem, *operands: Any, **options: Any) -> jax.Array:
     """The product of one problem, batch axes included."""
-    from . import _products
+    from . import _matmul
 
-    return _products.qmatmul(problem, x, codes, scale, **options)
+    return _matmul.qmatmul(problem, *operands, **options)
 
 
-def qragged(
-    problem: Any, x: jax.Array, codes: jax.Array, group_sizes: jax.Array, scale: Any = None, **options: Any
-) -> jax.Array:
+def qragged(problem: Problem, *operands: Any, **options: Any) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
-    from . import _grouped
+    from . import _matmul
 
-    return _grouped.qragged(problem, x, codes, group_sizes, scale, **options)
+    return _matmul.qragged(problem, *operands, **options)
 
 
-def qgather(problem: Any, codes: jax.Array, indices: jax.Array, scale: Any = None, **options: Any) -> jax.Array:
+def qgather(problem: Problem, *operands: Any, **options: Any) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
     from . import _lookup
 
-    return _lookup.qgather(problem, codes, indices, scale, **options)
+    return _lookup.qgather(problem, *operands, **options)

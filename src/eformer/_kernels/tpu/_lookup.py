@@ -10,9 +10,8 @@ from jax import lax
 
 from eformer._jax.avals import result_type
 
-from ._decode import byte_planes, nf4_planes
-from ._pallas import can_permute, compiler_params, grid_spec, pl, words
-from ._products import stored
+from ._matmul import stored
+from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nf4_planes, pl, words
 from .tuning import TILE_LANES, TILE_ROWS, planes_of, units_of
 
 # Index arithmetic is written with lax: `//` and `%` of JAX also look at signs, for which Mosaic wants to know the chip.
@@ -25,7 +24,7 @@ def qgather(
     problem: Any,
     codes: jax.Array,
     indices: jax.Array,
-    scale: jax.Array | None,
+    scale: jax.Array | None = None,
     *,
     interpret: Any = False,
     permute: bool | None = None,

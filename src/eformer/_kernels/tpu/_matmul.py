@@ -18,12 +18,135 @@ from jax import lax
 
 from eformer._jax.avals import result_type
 
-from ._decode import byte_planes, nf4_planes
-from ._pallas import compiler_params, grid_spec, pl, scratch, words
-from .tuning import Geometry
+from ..group_tiles import cut, joined
+from ..native import in_one_batch_axis
+from ..parameters import Problem, out_shape
+from ._pallas import (
+    byte_planes,
+    can_permute,
+    compiler_params,
+    grid_spec,
+    nf4_planes,
+    pl,
+    precision,
+    scratch,
+    words,
+)
+from .tuning import Geometry, geometry
 
 # Grid axes: matrix (or tile of a group), rows of x, result, contraction.
 _TILE, _M, _OUT, _CONTRACTED = range(4)
+# Rows of a tile: enough to fill the registers of bfloat16, few enough not to waste work on the ends of groups.
+_LEAST, _MOST = 16, 256
+
+# -- bringing a product into the shape the kernel takes, and its result back -------------------------------------------
+
+
+def qmatmul(
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    interpret: Any = False,
+    permute: bool | None = None,
+) -> jax.Array:
+    """The product of one problem, batch axes included. `permute` forces a way of decoding nf4, for tests."""
+    y = product(problem, *in_one_batch_axis(problem, x, codes, scale), interpret=interpret, permute=permute)
+    return y.reshape(out_shape(problem, x, codes))
+
+
+def qragged(
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    group_sizes: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    interpret: Any = False,
+) -> jax.Array:
+    """Groups of rows cut into tiles of one height, each tile times the matrix of its group.
+
+    The matrix of a tile is a scalar the kernel knows before the tile starts, so the codes of the next expert arrive
+    while this one is computed; experts without rows are never read.
+    """
+    tiles = cut(group_sizes, x.shape[0], height_of(x.shape[0], group_sizes.shape[0]))
+    parts = x.at[tiles.rows].get(mode="fill", fill_value=0)
+    y = product(problem, parts, codes, scale, (tiles.group, tiles.used), interpret=interpret)
+    return joined(tiles, y)
+
+
+def height_of(m: int, groups: int) -> int:
+    average = 1 << (max(m // groups, 1) - 1).bit_length()
+    return int(np.clip(average, _LEAST, _MOST))
+
+
+def product(
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    groups: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    interpret: Any = False,
+    permute: bool | None = None,
+) -> jax.Array:
+    """(tiles, M, K) times (matrices, ...) -> (tiles, M, N); see `call` for `groups`."""
+    g = geometry(problem, x.shape[1])
+    before, factors = (None, None) if scale is None else _factors(problem, g, scale.astype(jnp.float32))
+    kernel = Kernel(
+        geometry=g,
+        form=problem.form,
+        out_dtype=problem.out_dtype,
+        precision=precision(problem.precision),
+        permute=can_permute() if permute is None else permute,
+        grouped=groups is not None,
+        scaled=factors is not None and problem.fmt != "nf4",
+    )
+    if before is not None:
+        x = (x * (before if groups is None else before[groups[0]])).astype(x.dtype)
+    if problem.form == "dot":
+        x = split(x, g)
+    y = call(kernel, x, stored(problem.fmt, codes), factors, groups, interpret=interpret)
+    return y if problem.form == "dot" else weave(y, g)[..., : problem.cols]
+
+
+def stored(fmt: str, codes: jax.Array) -> jax.Array:
+    """Codes as the kernel reads them. For nf4, (matrices, bytes, rows): no copy, XLA keeps the rows last on a TPU."""
+    if fmt != "nf4":
+        return codes
+    matrices, rows, blocks, size = codes.shape
+    return codes.transpose(0, 2, 3, 1).reshape(matrices, blocks * size, rows)
+
+
+def _factors(problem: Problem, g: Geometry, scale: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """What x is multiplied by before, and the factors the kernel takes: the scales of nf4, or those of y."""
+    if problem.fmt == "nf4":
+        return None, scale.swapaxes(1, 2)
+    per_row, per_column = scale.shape[1] != 1, scale.shape[2] != 1
+    row = scale.reshape(scale.shape[0], 1, -1)
+    if problem.form == "dot":
+        return (row, None) if per_column else (None, jnp.broadcast_to(row, (row.shape[0], 1, g.rows)))
+    if per_row:
+        return row, None
+    return None, split(jnp.broadcast_to(row, (row.shape[0], 1, problem.cols)), g)
+
+
+def split(x: jax.Array, g: Geometry) -> jax.Array:
+    """(tiles, M, columns) -> (tiles, steps, planes, M, units), zeros behind the end; unchanged with one plane."""
+    if g.planes == 1:
+        return x
+    tiles, m, columns = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, g.unit_steps * g.bu * g.planes - columns)))
+    return x.reshape(tiles, m, g.unit_steps, g.bu, g.planes).transpose(0, 2, 4, 1, 3)
+
+
+def weave(y: jax.Array, g: Geometry) -> jax.Array:
+    """Inverse of `split`; the padding stays."""
+    return y if g.planes == 1 else y.transpose(0, 3, 1, 4, 2).reshape(y.shape[0], g.m, -1)
+
+
+# -- the kernel --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +190,9 @@ def call(
     `groups` are the matrix of every tile and the number of tiles in use; without it tile t is multiplied by matrix t.
     """
     g, tiles = kernel.geometry, x.shape[0]
-    specs = [_x_spec(kernel), _codes_spec(kernel)]
+    split_and_plain = _split_spec(kernel), _plain_spec(kernel)
+    x_spec, y_spec = split_and_plain if kernel.form == "dot" else reversed(split_and_plain)
+    specs = [x_spec, _codes_spec(kernel)]
     operands = [x, codes]
     if factors is not None:
         specs.append(_factor_spec(kernel))
@@ -81,7 +206,7 @@ def call(
             len(prefetched),
             grid=(tiles, g.m_steps, *kernel.steps),
             in_specs=specs,
-            out_specs=_y_spec(kernel),
+            out_specs=y_spec,
             scratch_shapes=[scratch(sums)],
         ),
         out_shape=result_type(y_shape, kernel.out_dtype, x),
@@ -133,14 +258,6 @@ def _plain_spec(kernel: Kernel) -> pl.BlockSpec:
     g = kernel.geometry
     row = _OUT if kernel.form == "dot" else _CONTRACTED
     return pl.BlockSpec((None, g.bm, g.br), lambda *at: (at[_TILE], at[_M], at[row]))
-
-
-def _x_spec(kernel: Kernel) -> pl.BlockSpec:
-    return _split_spec(kernel) if kernel.form == "dot" else _plain_spec(kernel)
-
-
-def _y_spec(kernel: Kernel) -> pl.BlockSpec:
-    return _plain_spec(kernel) if kernel.form == "dot" else _split_spec(kernel)
 
 
 def _codes_spec(kernel: Kernel) -> pl.BlockSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from eformer._formats.documented import public_names as _public_names
 from eformer._kernels.backends import is_kernel_available as is_kernel_available
-from eformer._kernels.switch import nf4_use_kernel as nf4_use_kernel
+from eformer._kernels.select import nf4_use_kernel as nf4_use_kernel
 from eformer._lora import LoraArray as LoraArray
 from eformer._lora import MergeReport as MergeReport
 from eformer._lora import add_lora as add_lora
