@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eformer.cli._common import FAILED, OK, add_json, print_json, print_table
-from eformer.cli._main import run_command
+from eformer.cli._commands import FAILED, OK, add_json, print_json, print_table, run_command
 
 # name -> (module, what it is)
 MODELS = {

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer.cli import main
-from eformer.cli._mesh import parsed_mesh, parsed_spec, placements
+from eformer.cli.report import parsed_mesh, parsed_spec, placements
 from eformer.jaximus import implicit
 from eformer.ops.quantization import quantize
 from eformer.serialization import save

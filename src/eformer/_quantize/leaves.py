@@ -10,6 +10,7 @@ correctness: any axis gives a right model, the right one gives a quick and a sli
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,26 +56,30 @@ def open_tree(params: Any) -> Tree:
     >>> tree.rebuild([3.0, 4.0])
     {'dense': {'bias': 3.0, 'kernel': 4.0}}
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(params, nnx.Module):
-        graph, state = nnx.split(params)
-        pairs, treedef = tree_flatten_with_path_with_implicit(state)
-        return Tree(_leaves(pairs, params), lambda values: nnx.merge(graph, treedef.unflatten(values)))
-    pairs, treedef = tree_flatten_with_path_with_implicit(params)
-    return Tree(_leaves(pairs, params), treedef.unflatten)
+    state, merge = _state(params)
+    pairs, treedef = tree_flatten_with_path_with_implicit(state)
+    leaves = tuple(_leaf(path, value, params) for path, value in pairs)
+    return Tree(leaves, lambda values: merge(treedef.unflatten(values)))
 
 
 def map_tree(f: Callable[[Any], Any], params: Any, is_leaf: Callable[[Any], bool]) -> Any:
     """`jax.tree.map`, for NNX modules too."""
+    state, merge = _state(params)
+    return merge(jtu.tree_map(f, state, is_leaf=is_leaf))
+
+
+def _state(params: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The pytree of a model, and what makes a model of such a tree."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(params, nnx.Module):
-        graph, state = nnx.split(params)
-        return nnx.merge(graph, jtu.tree_map(f, state, is_leaf=is_leaf))
-    return jtu.tree_map(f, params, is_leaf=is_leaf)
+    if nnx is None or not isinstance(params, nnx.Module):
+        return params, lambda tree: tree
+    graph, state = nnx.split(params)
+    return state, lambda tree: nnx.merge(graph, tree)
 
 
-def _leaves(pairs: Iterable[tuple[Sequence[Any], Any]], root: Any) -> tuple[Leaf, ...]:
-    return tuple(_leaf(path, value, root) for path, value in pairs)
+def nbytes_of(array: Any) -> int:
+    """Bytes of one stored array, or of what has its shape and dtype."""
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _leaf(path: Sequence[Any], value: Any, root: Any) -> Leaf:

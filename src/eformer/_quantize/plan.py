@@ -23,7 +23,7 @@ from eformer._formats.arguments import FLOATS
 from eformer.errors import UnusedRuleWarning
 
 from .config import Axis, QuantizationConfig, QuantizationType, quantize_stack
-from .leaves import GROUPS, Leaf, Role, roles_of
+from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 
 SKIP = ("norms", "biases", "routers", "positions")
 MIN_SIZE = 4096
@@ -244,7 +244,7 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
     axes = [role.axis(wanted.format.scales_many_axes) if asked is None else asked]
     if asked is None:
         axes += sorted(range(-len(value.shape), 0), key=lambda i: -value.shape[i])
-    dense = math.prod(value.shape) * value.dtype.itemsize
+    dense = nbytes_of(value)
     for config in (dataclasses.replace(wanted, axis=a) for a in axes):
         for candidate in (config, _in_one_block(config, value.shape)):
             nbytes = None if wanted.simulate else _stored_nbytes(candidate, role.batch, value.shape, value.dtype.name)
@@ -269,7 +269,7 @@ def _stored_nbytes(config: QuantizationConfig, batch: int, shape: tuple[int, ...
         made = jax.eval_shape(lambda w: quantize_stack(w, config, batch), value)
     except (TypeError, ValueError):
         return None
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(made))
+    return sum(map(nbytes_of, jax.tree.leaves(made)))
 
 
 def _without_effect(pattern: str, decisions: Sequence[Decision]) -> str:

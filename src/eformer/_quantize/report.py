@@ -16,7 +16,7 @@ from eformer import _table
 from eformer._core import ImplicitArray, materialize
 from eformer._formats.blocks import wide
 
-from .leaves import open_tree
+from .leaves import nbytes_of, open_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _is_array(value: Any) -> bool:
 def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> LeafReport:
     shape, size = tuple(value.shape), math.prod(value.shape)
     implicit = isinstance(value, ImplicitArray)
-    nbytes = sum(_leaf_nbytes(x) for x in jax.tree.leaves(value)) if implicit else _leaf_nbytes(value)
+    nbytes = sum(nbytes_of(x) for x in jax.tree.leaves(value)) if implicit else nbytes_of(value)
     name = value.dtype.name
     fmt = (getattr(value, "format", None) or type(value).__name__) if implicit else name
     error = sqnr = None
@@ -149,10 +149,6 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _leaf_nbytes(x: Any) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
 
 
 @jax.jit

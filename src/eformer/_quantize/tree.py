@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from eformer._jax import traces
 from eformer._table import printable
 
 from .config import QuantizationConfig, quantize_stack
-from .leaves import open_tree
+from .leaves import nbytes_of, open_tree
 from .plan import MIN_SIZE, SKIP, Choice, Decision, plan
 
 
@@ -115,7 +114,7 @@ def quantize_tree(
     decisions = planned.decisions
     if abstract:
         return tree.rebuild(_abstract(d) for d in decisions)
-    total = sum(_nbytes(d.leaf.value) for d in decisions if d.config is not None)
+    total = sum(nbytes_of(d.leaf.value) for d in decisions if d.config is not None)
     arrays = _alive(decisions)
     done, made, kept, results = 0, {}, _kept(decisions), []
     with reporter(progress, "quantizing") as tell:
@@ -125,7 +124,7 @@ def quantize_tree(
                 if id(value) not in made:
                     made[id(value)] = _quantized(decision, donate and (not kept or kept.isdisjoint(_memory(value))))
                     made |= {id(x): made[id(value)] for x in arrays if x.is_deleted() and id(x) not in made}
-                done += _nbytes(value)
+                done += nbytes_of(value)
                 value = made[id(value)]
                 tell(Progress(decision.leaf.path, done, total))
             results.append(value)
@@ -185,9 +184,7 @@ def _memory(value: Any) -> list[Any]:
 
 
 def _quantized(decision: Decision, donate: bool) -> Any:
-    value, config = decision.leaf.value, decision.config
-    if config is None:
-        raise ValueError(f"{decision.leaf.path!r} is not to be quantized: {decision.reason}.")
+    value, config = decision.leaf.value, cast(QuantizationConfig, decision.config)
     ours = not isinstance(value, jax.Array)  # a copy on the device that only we hold
     try:
         dense = jnp.asarray(np.asarray(value, _native(value))) if ours else value
@@ -220,10 +217,6 @@ def _abstract(decision: Decision) -> Any:
 
 def _struct(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=getattr(value, "sharding", None))
-
-
-def _nbytes(value: Any) -> int:
-    return math.prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
 def fake_quantize_tree(

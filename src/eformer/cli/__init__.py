@@ -7,4 +7,4 @@ eformer ...
 
 from __future__ import annotations
 
-from ._main import main as main
+from ._commands import main as main

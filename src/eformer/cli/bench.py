@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from eformer._core import explain, implicit
 from eformer.ops.quantization import quantize
 
-from ._common import OK, WrongUse, add_json, print_json, print_table
+from ._commands import OK, WrongUse, add_json, print_json, print_table
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -18,7 +18,7 @@ from eformer._kernels.select import default_platform
 from eformer.ops.quantization.kernels import kernels
 
 from . import bench
-from ._common import FAILED, OK, add_json, print_json, print_table, version
+from ._commands import FAILED, OK, add_json, print_json, print_table, version
 
 DISTRIBUTIONS = ("eformer", "jax", "jaxlib", "numpy", "plum-dispatch")
 SIZE, BLOCK = 2048, 64

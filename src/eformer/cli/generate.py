@@ -15,7 +15,7 @@ from eformer.ops.quantization import quantize_tree
 from eformer.ops.quantization import report as report_of
 from eformer.serialization import GgufFile
 
-from ._common import OK, Failure, WrongUse, add_json, print_json
+from ._commands import OK, Failure, WrongUse, add_json, print_json
 from .inspect import open_checkpoint
 
 # name -> what `quantize_tree` takes; None keeps the weights as they are

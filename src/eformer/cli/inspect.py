@@ -13,7 +13,7 @@ from eformer.serialization import GgufFile, LazyCheckpoint
 from eformer.serialization.inspection import COLUMNS, FileReport, inspect
 from eformer.serialization.inspection import open_checkpoint as open_any
 
-from ._common import OK, Failure, add_json, print_json, print_table
+from ._commands import OK, Failure, add_json, print_json, print_table
 
 
 def check_exists(path: Path) -> None:

@@ -14,10 +14,9 @@ from eformer._quantize.tree import reporter
 from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
 from eformer.serialization import GgufFile, StreamReport
-from eformer.serialization.streaming.quantize_file import plan_source, write_quantized
-from eformer.serialization.streaming.source import open_source
+from eformer.serialization.streaming.quantize_file import open_source, plan_source, write_quantized
 
-from ._common import OK, WrongUse, add_json, print_json, print_table
+from ._commands import OK, WrongUse, add_json, print_json, print_table
 from .inspect import check_exists
 
 _KEEP = ("none", "dense", "keep")

@@ -24,11 +24,10 @@ from eformer import _jax as compat
 from eformer._core import ImplicitArray
 from eformer.errors import CheckpointError, ProcessError
 
-from .checkpoint.index import commit_pieces, index_path, open_set, shard_names
+from .checkpoint.index import Bounds, Piece, Whole, index_path, open_set
 from .checkpoint.load import LazyCheckpoint, restore_tree
 from .checkpoint.parts import sharding_on
-from .checkpoint.save import check_target, checked_metadata
-from .checkpoint.split_tensors import Bounds, Piece, Whole
+from .checkpoint.save import check_target, checked_metadata, commit_pieces, shard_names
 from .safetensors.header import about, as_stored
 from .safetensors.reading import MappedFile
 from .safetensors.writing import Tensor, write_file

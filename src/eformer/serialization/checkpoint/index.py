@@ -1,22 +1,151 @@
-"""The files of a checkpoint: one, or several and an index that says which tensor lies in which. It is written last."""
+"""The files of a checkpoint: one, or several and an index that says which tensor lies in which.
+
+Several processes write tensors in pieces, which lie in several files and are read as if they were whole. The pieces of
+a tensor form a grid, as those of every sharding do. Of a slice only the pieces it touches are read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
 
 from eformer.errors import CheckpointError
 
-from ..safetensors.header import MAX_HEADER, about, parse_json
-from ..safetensors.reading import MappedFile, open_regular
-from ..safetensors.writing import atomic_file, sync_folder
-from ..tree.describe import KEY, NO_STRUCTURE, DescribedTree, Leaf, dumped, leaves_metadata, loaded, tree_metadata
-from .split_tensors import PiecedFiles, Whole
+from ..safetensors.header import CODES, DTYPES, MAX_HEADER, Entry, about, check_shape, is_count, parse_json
+from ..safetensors.reading import MappedFile, aligned_empty, open_regular
+from ..tree.describe import KEY, NO_STRUCTURE, loaded
+
+Bounds = tuple[tuple[int, int], ...]  # where a piece begins and ends along every axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a tensor: the file it lies in, its name there, and where it belongs."""
+
+    file: str
+    name: str
+    bounds: Bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A tensor in pieces."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """What the index says of it."""
+        pieces = [[p.file, p.name, [list(b) for b in p.bounds]] for p in self.pieces]
+        return {"dtype": CODES[self.dtype], "shape": list(self.shape), "pieces": pieces}
+
+
+class PiecedFiles:
+    """All tensors in pieces of a checkpoint, read like those of one file."""
+
+    def __init__(self, path: Path, described: Any, files: Mapping[str, MappedFile]):
+        self.path, self._files = path, files
+        if not isinstance(described, dict):
+            raise CheckpointError("has pieces that are not a mapping of tensors.", file=path)
+        self._wholes = {name: _checked(path, name, fields, files) for name, fields in described.items()}
+
+    def __iter__(self) -> Any:
+        return iter(self._wholes)
+
+    @property
+    def descriptor(self) -> NoReturn:
+        raise CheckpointError(
+            "is split in pieces by the processes that wrote it.",
+            file=self.path,
+            fix="Load it and save it whole (eformer.serialization.load, then save).",
+        )
+
+    def entry(self, name: str) -> Entry:
+        """As if the tensor lay in a file of its own."""
+        try:
+            whole = self._wholes[name]
+        except KeyError as err:
+            raise CheckpointError("is not in the checkpoint.", file=self.path, tensor=name) from err
+        return Entry(name, whole.dtype, whole.shape, 0, math.prod(whole.shape) * whole.dtype.itemsize)
+
+    def view(self, name: str) -> np.ndarray:
+        return self.read(name)
+
+    def read(self, name: str, index: Any = ...) -> np.ndarray:
+        """A copy of part of a tensor."""
+        entry, pieces = self.entry(name), self._wholes[name].pieces
+        given = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(cut, slice) and cut.step in (None, 1) for cut in given):
+            given, rest = (), index  # whatever else NumPy takes: read all of it, then let NumPy do that
+        else:
+            rest = ...
+        cuts = [cut.indices(size)[:2] for cut, size in zip(given, entry.shape, strict=False)]
+        cuts += [(0, size) for size in entry.shape[len(cuts) :]]
+        return self._assembled(entry, pieces, cuts)[rest]
+
+    def _assembled(self, entry: Entry, pieces: Sequence[Piece], cuts: Sequence[tuple[int, int]]) -> np.ndarray:
+        shape = tuple(max(stop - start, 0) for start, stop in cuts)
+        out = aligned_empty(math.prod(shape) * entry.dtype.itemsize).view(entry.dtype).reshape(shape)
+        for piece in pieces:
+            common = [(max(a, b), min(c, d)) for (a, c), (b, d) in zip(cuts, piece.bounds, strict=True)]
+            if all(start < stop for start, stop in common):
+                there = tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(common, piece.bounds, strict=True))
+                here = tuple(slice(a - b, c - b) for (a, c), (b, _) in zip(common, cuts, strict=True))
+                out[here] = self._files[piece.file].read(piece.name, there)
+        return out
+
+
+def _checked(path: Path, name: str, fields: Any, files: Mapping[str, MappedFile]) -> Whole:
+    """A tensor an index describes, if its pieces are there and make it up without holes and overlaps."""
+
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(what, file=path, tensor=name)
+
+    if not isinstance(fields, dict) or fields.get("dtype") not in DTYPES or not isinstance(fields.get("pieces"), list):
+        raise wrong("has no dtype, shape and pieces in the index.")
+    shape, dtype = fields.get("shape"), DTYPES[fields["dtype"]]
+    check_shape(shape, wrong)
+    pieces = tuple(_piece(item, len(shape), wrong) for item in fields["pieces"])  # pyright: ignore[reportArgumentType]
+    for piece in pieces:
+        if piece.file not in files:
+            raise wrong(f"is listed in {piece.file!r:.200}, which is not a file of the checkpoint.")
+        entry = files[piece.file].entry(piece.name)
+        size = tuple(stop - start for start, stop in piece.bounds)
+        if (entry.dtype, entry.shape) != (dtype, size):
+            raise wrong(
+                f"has the piece {piece.name!r:.200} of {entry.dtype}{list(entry.shape)}, not {dtype}{list(size)}."
+            )
+    _check_grid(pieces, tuple(shape), wrong)  # pyright: ignore[reportArgumentType]
+    return Whole(dtype, tuple(shape), pieces)  # pyright: ignore[reportArgumentType]
+
+
+def _piece(item: Any, rank: int, wrong: Any) -> Piece:
+    file, piece, bounds = item if isinstance(item, list) and len(item) == 3 else (None, None, ())
+    fits = isinstance(file, str) and isinstance(piece, str) and isinstance(bounds, list) and len(bounds) == rank
+    pairs = [b for b in bounds if isinstance(b, list) and len(b) == 2 and all(map(is_count, b))] if fits else []
+    if not fits or len(pairs) != rank:
+        raise wrong(f"has a piece it should not: {item!r:.200}.")
+    return Piece(file, piece, tuple((start, stop) for start, stop in pairs))  # pyright: ignore[reportArgumentType]
+
+
+def _check_grid(pieces: Sequence[Piece], shape: tuple[int, ...], wrong: Any) -> None:
+    count = 1
+    for axis, size in enumerate(shape):
+        along = sorted({piece.bounds[axis] for piece in pieces})
+        ends = [0, *(stop for _, stop in along)]
+        if [start for start, _ in along] != ends[:-1] or ends[-1] != size:
+            raise wrong(f"has pieces {along[:8]} along axis {axis}, which do not make up its {size} entries.")
+        count *= len(along)
+    if len(pieces) != count or len({piece.bounds for piece in pieces}) != count:
+        raise wrong(f"has {len(pieces)} pieces, where {count} different ones are needed.")
+
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -58,94 +187,6 @@ def _is_plain_name(name: Any) -> bool:
     if not isinstance(name, str) or not name or name.startswith(".") or set(name) & {"/", "\\", "\0", ":"}:
         return False
     return not any("\ud800" <= letter <= "\udfff" for letter in name)  # half a character cannot be in a name
-
-
-def shard_names(path: Path, count: int, tag: str) -> list[str]:
-    """Names of a set of files. The tag keeps a new set apart from an old one until the index says which counts."""
-    stem = path.name.removesuffix(SUFFIX)
-    return [f"{stem}-{i:05d}-of-{count:05d}.{tag}{SUFFIX}" for i in range(1, count + 1)]
-
-
-def shard_pattern(path: Path) -> str:
-    """A regular expression for such names."""
-    return rf"{re.escape(path.name.removesuffix(SUFFIX))}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class FilePlan:
-    """A file to write: its leaves and its metadata."""
-
-    path: Path
-    leaves: Sequence[Leaf]
-    metadata: Mapping[str, str]
-
-
-def plan_files(
-    path: Path, contents: DescribedTree, groups: Sequence[Sequence[Leaf]], extra: Mapping[str, str], tag: str
-) -> list[FilePlan]:
-    """One file that describes the tree too, or one per group; then the tree is described in the index."""
-    single = len(groups) == 1
-    names = [path.name] if single else shard_names(path, len(groups), tag)
-    tree = tree_metadata(contents) if single else {}
-    return [
-        FilePlan(path.with_name(name), leaves, {**extra, KEY: dumped(leaves_metadata(leaves) | tree)})
-        for name, leaves in zip(names, groups, strict=True)
-    ]
-
-
-def commit(path: Path, contents: DescribedTree, files: Sequence[FilePlan], extra: Mapping[str, str]) -> Path:
-    """Everything is written: from this moment on it is the checkpoint, and what it replaces goes. The file to load."""
-    if len(files) == 1:
-        old = _files_of_set(path)
-        index_path(path).unlink(missing_ok=True)
-        _remove(path, old)
-        return path
-    owners = {tensor: file.path.name for file in files for leaf in file.leaves for tensor in leaf.tensors}
-    _write_index(path, contents, tree_metadata(contents), owners, {file.path.name for file in files}, extra)
-    return index_path(path)
-
-
-def commit_pieces(
-    path: Path, contents: DescribedTree, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
-) -> None:
-    """The same for a checkpoint whose tensors lie in pieces, in files of these names."""
-    owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
-    pieces = {name: whole.describe() for name, whole in wholes.items()}
-    described = tree_metadata(contents) | leaves_metadata(contents.leaves) | {"pieces": pieces}
-    _write_index(path, contents, described, owners, set(names), extra)
-
-
-def _write_index(
-    path: Path,
-    contents: DescribedTree,
-    described: Any,
-    owners: Mapping[str, str],
-    files: set[str],
-    extra: Mapping[str, str],
-) -> None:
-    old = _files_of_set(path)
-    total = sum(leaf.nbytes for leaf in contents.leaves)
-    metadata = {**extra, "total_size": total, KEY: dumped(described)}
-    with atomic_file(index_path(path)) as file:
-        file.write(json.dumps({"metadata": metadata, "weight_map": owners}, indent=1).encode())
-    path.unlink(missing_ok=True)  # a single file of an earlier save
-    _remove(path, old - files)
-
-
-def _files_of_set(path: Path) -> set[str]:
-    try:
-        return set(read_index(index_path(path)).owners.values())
-    except (FileNotFoundError, CheckpointError):  # none, or not ours to tidy
-        return set()
-
-
-def _remove(path: Path, names: set[str]) -> None:
-    """Delete files of an old set, if their names are of the kind `shard_names` makes: an index may claim anything."""
-    removed = [name for name in names if re.fullmatch(shard_pattern(path), name)]
-    for name in removed:
-        path.with_name(name).unlink(missing_ok=True)
-    if removed:
-        sync_folder(path.parent)
 
 
 @dataclasses.dataclass(frozen=True)

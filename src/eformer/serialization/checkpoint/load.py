@@ -19,8 +19,7 @@ from eformer.errors import CheckpointError
 
 from ..safetensors.header import Entry, about, fits_jax, from_stored, loaded_shape
 from ..safetensors.reading import owned
-from ..tree.describe import NO_STRUCTURE
-from ..tree.restore import restore, tensors_of
+from ..tree.describe import NO_STRUCTURE, restore, tensors_of
 from ..tree.structure import build, named_leaves
 from .index import FileSet, open_set
 from .parts import child_specs, read_lora, read_quantized
@@ -184,12 +183,9 @@ class LazyCheckpoint(NamedLeaves):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _view(self, tensor: str, dtype: Any) -> np.ndarray:
-        view = self._owners[tensor].view(tensor)
-        return view if dtype is None else from_stored(view, dtype)
-
     def _fetch(self, tensor: str, dtype: Any = None, numpy: bool = False) -> Any:
-        return self._finish(self._view(tensor, dtype), numpy)
+        view = self._owners[tensor].view(tensor)
+        return self._finish(view if dtype is None else from_stored(view, dtype), numpy)
 
     def _finish(self, array: np.ndarray, numpy: bool = False) -> Any:
         if numpy or not fits_jax(array.dtype):  # without x64, JAX would drop half of the bits

@@ -94,7 +94,7 @@ def read_quantized(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) 
         elif id(stored) in tensors:
             parts[part.field] = fetch(tensors[id(stored)], part_index(q, part, stored.shape, cuts))
         else:  # compressed: small, and not laid out like the others, so it is read whole
-            whole = _filled(stored, tensors, fetch)
+            whole: Any = jtu.tree_map(lambda shape: fetch(tensors[id(shape)], ...), stored)
             parts[part.field] = whole.expanded()[part_index(q, part, whole.shape, cuts)]
     return q.moved(parts, q.blocked, pad=pad)
 
@@ -159,7 +159,3 @@ def _checked_blocks(q: Any, cut: slice, size: int) -> int:
             fix=f"Begin and end at multiples of {unit}, or slice another axis.",
         )
     return q.pad if cut.stop == size else 0
-
-
-def _filled(stored: Any, tensors: Mapping[int, str], fetch: Read) -> Any:
-    return jtu.tree_map(lambda shape: fetch(tensors[id(shape)], ...), stored)

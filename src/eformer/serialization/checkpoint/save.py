@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import secrets
@@ -12,9 +14,9 @@ from typing import Any
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import about
-from ..safetensors.writing import write_file
-from ..tree.describe import KEY, Leaf, describe_tree, host
-from .index import SUFFIX, commit, plan_files
+from ..safetensors.writing import atomic_file, sync_folder, write_file
+from ..tree.describe import KEY, DescribedTree, Leaf, describe_tree, dumped, host, leaves_metadata, tree_metadata
+from .index import SUFFIX, Whole, index_path, read_index
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -101,3 +103,94 @@ def shards_of(leaves: Sequence[Leaf], max_shard_size: int | str | None) -> list[
         groups[-1].append(leaf)
         size += leaf.nbytes
     return [*groups]
+
+
+# -- sets of files -----------------------------------------------------------------------------------------------------
+
+
+def shard_names(path: Path, count: int, tag: str) -> list[str]:
+    """Names of a set of files. The tag keeps a new set apart from an old one until the index says which counts."""
+    stem = path.name.removesuffix(SUFFIX)
+    return [f"{stem}-{i:05d}-of-{count:05d}.{tag}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def shard_pattern(path: Path) -> str:
+    """A regular expression for such names."""
+    return rf"{re.escape(path.name.removesuffix(SUFFIX))}-\d{{5}}-of-\d{{5}}\.[0-9a-f]{{8}}{re.escape(SUFFIX)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePlan:
+    """A file to write: its leaves and its metadata."""
+
+    path: Path
+    leaves: Sequence[Leaf]
+    metadata: Mapping[str, str]
+
+
+def plan_files(
+    path: Path, contents: DescribedTree, groups: Sequence[Sequence[Leaf]], extra: Mapping[str, str], tag: str
+) -> list[FilePlan]:
+    """One file that describes the tree too, or one per group; then the tree is described in the index."""
+    single = len(groups) == 1
+    names = [path.name] if single else shard_names(path, len(groups), tag)
+    tree = tree_metadata(contents) if single else {}
+    return [
+        FilePlan(path.with_name(name), leaves, {**extra, KEY: dumped(leaves_metadata(leaves) | tree)})
+        for name, leaves in zip(names, groups, strict=True)
+    ]
+
+
+def commit(path: Path, contents: DescribedTree, files: Sequence[FilePlan], extra: Mapping[str, str]) -> Path:
+    """Everything is written: from this moment on it is the checkpoint, and what it replaces goes. The file to load."""
+    if len(files) == 1:
+        old = _files_of_set(path)
+        index_path(path).unlink(missing_ok=True)
+        _remove(path, old)
+        return path
+    owners = {tensor: file.path.name for file in files for leaf in file.leaves for tensor in leaf.tensors}
+    _write_index(path, contents, tree_metadata(contents), owners, {file.path.name for file in files}, extra)
+    return index_path(path)
+
+
+def commit_pieces(
+    path: Path, contents: DescribedTree, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
+) -> None:
+    """The same for a checkpoint whose tensors lie in pieces, in files of these names."""
+    owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
+    pieces = {name: whole.describe() for name, whole in wholes.items()}
+    described = tree_metadata(contents) | leaves_metadata(contents.leaves) | {"pieces": pieces}
+    _write_index(path, contents, described, owners, set(names), extra)
+
+
+def _write_index(
+    path: Path,
+    contents: DescribedTree,
+    described: Any,
+    owners: Mapping[str, str],
+    files: set[str],
+    extra: Mapping[str, str],
+) -> None:
+    old = _files_of_set(path)
+    total = sum(leaf.nbytes for leaf in contents.leaves)
+    metadata = {**extra, "total_size": total, KEY: dumped(described)}
+    with atomic_file(index_path(path)) as file:
+        file.write(json.dumps({"metadata": metadata, "weight_map": owners}, indent=1).encode())
+    path.unlink(missing_ok=True)  # a single file of an earlier save
+    _remove(path, old - files)
+
+
+def _files_of_set(path: Path) -> set[str]:
+    try:
+        return set(read_index(index_path(path)).owners.values())
+    except (FileNotFoundError, CheckpointError):  # none, or not ours to tidy
+        return set()
+
+
+def _remove(path: Path, names: set[str]) -> None:
+    """Delete files of an old set, if their names are of the kind `shard_names` makes: an index may claim anything."""
+    removed = [name for name in names if re.fullmatch(shard_pattern(path), name)]
+    for name in removed:
+        path.with_name(name).unlink(missing_ok=True)
+    if removed:
+        sync_folder(path.parent)

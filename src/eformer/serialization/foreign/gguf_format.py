@@ -318,16 +318,5 @@ def q6_k(raw: np.ndarray) -> np.ndarray:
     return (codes.reshape(-1, 16, 16) * scale[..., None]).reshape(-1, 256)
 
 
-DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "Q4_0": q4_0,
-    "Q4_1": q4_1,
-    "Q5_0": q5_0,
-    "Q5_1": q5_1,
-    "Q8_0": q8_0,
-    "Q2_K": q2_k,
-    "Q3_K": q3_k,
-    "Q4_K": q4_k,
-    "Q5_K": q5_k,
-    "Q6_K": q6_k,
-    "Q8_K": q8_k,
-}
+_DECODERS = (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k)
+DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {decode.__name__.upper(): decode for decode in _DECODERS}

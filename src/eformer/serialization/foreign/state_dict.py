@@ -29,9 +29,9 @@ from ..tree.describe import (
     host,
     leaves_metadata,
     loaded,
+    restore,
     tree_metadata,
 )
-from ..tree.restore import restore
 from ..tree.saved_types import saved_classes
 from ..tree.structure import named_leaves
 

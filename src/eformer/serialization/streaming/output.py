@@ -18,7 +18,7 @@ import numpy as np
 
 from eformer.errors import CheckpointError
 
-from ..checkpoint.index import FilePlan, commit, plan_files, shard_pattern
+from ..checkpoint.save import FilePlan, commit, plan_files, shard_pattern
 from ..safetensors.writing import arrange, build_header, open_own, raw_bytes, sync_folder
 from ..tree.describe import DescribedTree, Leaf
 

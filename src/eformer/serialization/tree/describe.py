@@ -1,4 +1,4 @@
-"""Describing trees: JSON that, together with named tensors, gives back exactly what was saved.
+"""Describing trees, and restoring them: JSON that, together with named tensors, gives back exactly what was saved.
 
 A plain array is described by the name of its tensor. Everything else is a mapping with a `type`: an implicit array with
 its parts (described in the same way) and fields, a NumPy array, a random key, a Python number, a container. A file
@@ -18,12 +18,12 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._jax import traces
-from eformer.errors import CheckpointError
+from eformer.errors import CheckpointError, UninitializedAval
 
-from ..safetensors.header import CODES, about, as_stored, parse_json, stored_layout
+from ..safetensors.header import CODES, about, as_stored, check_shape, fits_jax, named_dtype, parse_json, stored_layout
 from ..safetensors.writing import Tensor
-from .saved_types import type_of
-from .structure import describe_structure, encode_plain, named_leaves, unused
+from .saved_types import type_named, type_of
+from .structure import MAX_DEPTH, decode_plain, describe_structure, encode_plain, named_leaves, unused
 
 Emit = Callable[[str, Any], str]
 
@@ -43,7 +43,8 @@ class Leaf:
 
     def layout(self) -> list[Tensor]:
         """The tensors as a header lists them."""
-        return [_layout(name, array) for name, array in self.tensors.items()]
+        stored = {name: stored_layout(tuple(x.shape), np.dtype(x.dtype)) for name, x in self.tensors.items()}
+        return [Tensor(name, dtype, shape) for name, (shape, dtype) in stored.items()]
 
     @property
     def nbytes(self) -> int:
@@ -89,11 +90,6 @@ def described_leaf(name: str, value: Any, taken: set[str]) -> Leaf:
         leaf = Leaf(name, describe(value, name, emit), tensors)
         leaf.layout()  # refuses dtypes that have no place in a file
     return leaf
-
-
-def _layout(name: str, array: Any) -> Tensor:
-    shape, dtype = stored_layout(tuple(array.shape), np.dtype(array.dtype))
-    return Tensor(name, dtype, shape)
 
 
 def host(array: Any, name: str) -> np.ndarray:
@@ -198,3 +194,120 @@ def loaded(text: str | None, file: Any) -> dict[str, Any]:
     if not all(isinstance(name, str) for name in found.get("aliases", {}).values()):
         raise CheckpointError("has aliases that are not names.", file=file)
     return found
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+# What classes of arrays say to parts and fields that do not fit.
+_REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, UninitializedAval)
+
+Fetch = Callable[..., Any]
+
+
+def tensors_of(description: Any, depth: int = 0) -> list[str]:
+    """The names of all tensors a description mentions; raises if it is not a description."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"has a description nested more than {MAX_DEPTH} deep.")
+    if isinstance(description, str):
+        return [description]
+    if not isinstance(description, dict):
+        raise CheckpointError(f"has the description {description!r:.100}, which is neither a name nor a mapping.")
+    if "tensor" in description:
+        if not isinstance(description["tensor"], str):
+            raise CheckpointError(f"has the tensor name {description['tensor']!r:.100}.")
+        return [description["tensor"]]
+    inner = description.get("parts", description.get("items", []))
+    if not isinstance(inner, (dict, list)):
+        raise CheckpointError(f"has parts {inner!r:.100} that are neither a mapping nor a list.")
+    items = inner.values() if isinstance(inner, dict) else inner
+    return [name for item in items for name in tensors_of(item, depth + 1)]
+
+
+def restore(description: Any, fetch: Fetch) -> Any:
+    """What was described. `fetch(tensor, dtype=None, numpy=False)` gives the array of a tensor.
+
+    Expects what `tensors_of` has accepted.
+    """
+    if isinstance(description, str):
+        return fetch(description)
+    kind = description.get("type")
+    simple = _SIMPLE.get(kind) if isinstance(kind, str) else None
+    if simple is not None:
+        return simple(description, fetch)
+    return _restore_implicit(description, fetch)
+
+
+def _restore_implicit(description: dict[str, Any], fetch: Fetch) -> Any:
+    saved = type_named(description.get("type"))
+    parts, fields = description.get("parts"), description.get("fields")
+    shape, dtype = description.get("shape"), named_dtype(description.get("dtype"))
+    if not isinstance(parts, dict) or not isinstance(fields, dict):
+        raise CheckpointError("has no mappings of parts and fields.")
+    check_shape(shape, CheckpointError)
+    inner = {key: restore(part, fetch) for key, part in parts.items()}
+    try:
+        made = saved.unpack(inner, {key: decode_plain(value) for key, value in fields.items()})
+        found = tuple(made.shape), jnp.dtype(made.dtype)
+    except CheckpointError:
+        raise
+    except _REFUSALS as err:
+        what = f"does not make a {saved.cls.__name__}: {str(err)[:500]}"
+        raise CheckpointError(what, fix=_wider(dtype)) from err
+    if found != (tuple(shape), dtype):  # pyright: ignore[reportArgumentType]
+        what = f"is described as {dtype}{shape}, but its parts make {found[1]}{list(found[0])}."
+        raise CheckpointError(what, fix=_wider(dtype))
+    return made
+
+
+def _wider(dtype: np.dtype) -> str:
+    """What to do about a dtype that JAX does not hold as it is set up now."""
+    how = 'jax.config.update("jax_enable_x64", True), or JAX_ENABLE_X64=1 in the environment'
+    return "" if fits_jax(dtype) else f"JAX holds {dtype} with jax_enable_x64 only: {how}, before loading."
+
+
+def _restore_numpy(description: dict[str, Any], fetch: Fetch) -> Any:
+    array = fetch(_tensor(description), dtype=named_dtype(description.get("dtype")), numpy=True)
+    if description.get("scalar") is True and isinstance(array, np.ndarray):
+        if array.ndim:
+            raise CheckpointError(f"is described as a scalar, but has the shape {list(array.shape)}.")
+        return array[()]
+    return array
+
+
+def _restore_key(description: dict[str, Any], fetch: Fetch) -> Any:
+    impl = description.get("impl")
+    data = fetch(_tensor(description))
+    if isinstance(data, jax.ShapeDtypeStruct):
+        return data
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    except (TypeError, ValueError) as err:
+        raise CheckpointError(f"is not a random key of the kind {impl!r:.100}: {err}") from err
+
+
+def _restore_items(description: dict[str, Any], fetch: Fetch) -> Any:
+    items, kind = description.get("items"), description["type"]
+    if not isinstance(items, dict if kind == "dict" else list):
+        raise CheckpointError(f"is described as a {kind} of {items!r:.100}.")
+    if isinstance(items, dict):
+        return {key: restore(item, fetch) for key, item in items.items()}
+    made = [restore(item, fetch) for item in items]  # pyright: ignore[reportOptionalIterable]
+    return made if kind == "list" else tuple(made)
+
+
+def _tensor(description: dict[str, Any]) -> str:
+    if not isinstance(description.get("tensor"), str):
+        raise CheckpointError("has a description that names no tensor.")
+    return description["tensor"]
+
+
+_SIMPLE: dict[str, Callable[[dict[str, Any], Fetch], Any]] = {
+    "array": lambda description, fetch: fetch(_tensor(description), dtype=named_dtype(description.get("dtype"))),
+    "numpy": _restore_numpy,
+    "key": _restore_key,
+    "scalar": lambda description, fetch: decode_plain(description.get("value")),
+    "none": lambda description, fetch: None,
+    "list": _restore_items,
+    "tuple": _restore_items,
+    "dict": _restore_items,
+}

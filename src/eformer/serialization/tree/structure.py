@@ -77,21 +77,15 @@ _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
 def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Every leaf with its name, implicit arrays being leaves, and the treedef.
 
+    Names are key paths joined by dots; those that would be equal are numbered.
+
     >>> named_leaves({"b": [1, 2], "a": 3})[0]
     [('a', 3), ('b.0', 1), ('b.1', 2)]
     """
     pairs, treedef = tree_flatten_with_path_with_implicit(tree)
-    return list(zip(leaf_names(path for path, _ in pairs), (leaf for _, leaf in pairs), strict=True)), treedef
-
-
-def leaf_names(paths: Iterable[Any]) -> list[str]:
-    """Key paths joined by dots; names that would be equal are numbered."""
-    names: list[str] = []
     taken: set[str] = set(_TAKEN)
-    for path in paths:
-        plain = jtu.keystr(path, simple=True, separator=".") or _ROOT
-        names.append(unused(plain, taken))
-    return names
+    named = [(unused(jtu.keystr(path, simple=True, separator=".") or _ROOT, taken), leaf) for path, leaf in pairs]
+    return named, treedef
 
 
 def unused(name: str, taken: set[str]) -> str:
