@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -39,8 +39,8 @@ OrginArray.register(jax.Array)
 class _Derived:
     """`shape` or `dtype`: what the instance was told, or what its children say."""
 
-    def __init__(self, read: Callable[[Any], Any], index: int):
-        self.read, self.index = read, index
+    def __init__(self, index: int):
+        self.index = index
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.slot = f"_{name}"
@@ -49,7 +49,7 @@ class _Derived:
         if instance is None:
             return self
         known = instance.__dict__.get("_known")
-        return self.read(instance) if known is None else known[self.index]
+        return _shape_dtype.derived(instance, self.index) if known is None else known[self.index]
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self.slot] = value
@@ -118,8 +118,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     _remembers: ClassVar[Any] = None
     __array_priority__: ClassVar[int] = 2000
 
-    shape = _Derived(_shape_dtype.shape_of, 0)
-    dtype = _Derived(_shape_dtype.dtype_of, 1)
+    shape = _Derived(0)
+    dtype = _Derived(1)
     __jax_array__ = _JaxArrayProtocol()
     __signature__ = _InitSignature()
 
@@ -158,10 +158,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         for name in layout(type(self)).children:
             value = getattr(self, name)
             if isinstance(value, _NEVER_CHILDREN) or (callable(value) and not hasattr(value, "shape")):
-                message = _messages.BAD_CHILD.format(
-                    field=name, name=type(self).__name__, value=value, kind=type(value).__name__
-                )
-                raise errors.InvalidImplicitArrayError(message)
+                raise _shape_dtype.bad_child(self, name, value)
         _shape_dtype.require_hashable(self)
         _shape_dtype.settle(self)
         self.__dict__["_sealed"] = True
@@ -234,7 +231,9 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Any]:
         """Children with their keys, and the static data."""
-        return _flatten_with_keys(self)
+        fields = layout(type(self))
+        keyed = zip(map(jtu.GetAttrKey, fields.children), fields.get_children(self), strict=True)
+        return tuple(keyed), _static_data(self)
 
     @classmethod
     def tree_unflatten(cls, aux_data: Any, children: Iterable[Any]) -> Any:
@@ -360,9 +359,3 @@ def _static_data(q: ImplicitArray) -> Any:
 
 def _flatten(q: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
     return layout(type(q)).get_children(q), _static_data(q)
-
-
-def _flatten_with_keys(q: ImplicitArray) -> tuple[tuple[tuple[Any, Any], ...], Any]:
-    fields = layout(type(q))
-    keyed = zip(map(jtu.GetAttrKey, fields.children), fields.get_children(q), strict=True)
-    return tuple(keyed), _static_data(q)

@@ -21,6 +21,7 @@ from eformer._record import record, recording
 
 from . import shape_dtype as _shape_dtype
 from .operators import ArrayOperators
+from .operators import materialize as materialize
 
 # Part of JAX's compilation key: a program traced under one policy is traced again under another.
 _context = jax.make_user_context(default_value=None)
@@ -35,6 +36,17 @@ class _State(threading.local):
 
 
 state = _State()
+
+
+@contextlib.contextmanager
+def during(**values: Any) -> Iterator[None]:
+    """A block in which the state of this thread has these values."""
+    before = {name: getattr(state, name) for name in values}
+    state.__dict__.update(values)
+    try:
+        yield
+    finally:
+        state.__dict__.update(before)
 
 
 # -- policy ----------------------------------------------------------------------------------------------------------
@@ -58,22 +70,6 @@ def materialization_policy(policy: str) -> contextlib.AbstractContextManager[Any
 def fresh_trace(token: object) -> contextlib.AbstractContextManager[Any]:
     """A block in which nothing traced before is reused, so that every decision is made, and seen, again."""
     return _context((None if _context.value is None else _context.value[0], token))
-
-
-class handling:
-    """A block in which materializations happen on behalf of `primitive`. On the hot path, hence no generator."""
-
-    __slots__ = ("before", "primitive")
-
-    def __init__(self, primitive: Any):
-        self.primitive = primitive
-
-    def __enter__(self) -> None:
-        self.before = state.primitive, state.requested
-        state.primitive, state.requested = self.primitive, False
-
-    def __exit__(self, *exc: object) -> None:
-        state.primitive, state.requested = self.before
 
 
 def _notice(q: Any) -> None:
@@ -114,16 +110,6 @@ def notice_lookup(q: Any, shape: Sequence[int]) -> None:
         record("decode", dtype=q.dtype, **_facts(q, shape, state.primitive, where))
 
 
-@contextlib.contextmanager
-def collecting_notices(notices: list[Any]) -> Iterator[None]:
-    """A block whose code will be compiled and then called from other places, each of which is to be warned once."""
-    before, state.notices = state.notices, notices
-    try:
-        yield
-    finally:
-        state.notices = before
-
-
 def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> None:
     """Warn the code that is running about what was noticed, for these types, when the function it calls was traced."""
     if policy_in_force() == "warn":
@@ -148,16 +134,12 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(raw)
     def materialize(self: Any) -> Any:
-        if _shape_dtype.deriving():
-            return _over_batch_axes(raw, self)
-        if state.materializing is not None:  # a part of an array that is being materialized already, or super()
+        # Only to learn a shape; or a part of an array that is being materialized already, or super().
+        if _shape_dtype.deriving() or state.materializing is not None:
             return _over_batch_axes(raw, self)
         _notice(self)
-        state.materializing = self
-        try:
+        with during(materializing=self):
             out = _over_batch_axes(raw, self)
-        finally:
-            state.materializing = None
         _check(self, out)
         return out
 
@@ -189,38 +171,25 @@ def _check(q: Any, out: Any) -> None:
             )
 
 
-def materialize(x: Any) -> Any:
-    """The dense array behind `x`, however deeply nested; anything else is returned unchanged."""
-    while isinstance(x, ArrayOperators):
-        x = x.materialize()
-    return x
-
-
 def decode(part: Any, of: Any = None) -> Any:
     """The dense array of a part: what a lookup took out of `of`, or a panel of a product. No policy is about these."""
     if of is not None:
         notice_lookup(of, part.shape)
-    before, state.materializing = state.materializing, part
-    try:
+    with during(materializing=part):
         return part.materialize()
-    finally:
-        state.materializing = before
 
 
 def materialize_on_request(q: Any) -> Any:
     """As `materialize`, for conversions that ask for a dense array by name (`np.asarray`, `jnp.asarray`)."""
-    before, state.requested = state.requested, True
-    try:
+    with during(requested=True):
         return materialize(q)
-    finally:
-        state.requested = before
 
 
 def dense_for(primitive: Any, value: Any) -> Any:
     """`value`, materialized on behalf of a primitive if it is implicit."""
     if not isinstance(value, ArrayOperators):
         return value
-    with handling(primitive), _shape_dtype.explained(value):
+    with during(primitive=primitive, requested=False), _shape_dtype.explained(value):
         return materialize(value)
 
 
@@ -235,24 +204,19 @@ def materialize_nested(implicit_arr: Any, full: bool = False, on_failure: Litera
     """
     if on_failure not in ("raise", "ones"):
         raise ValueError(f"on_failure is {on_failure!r}; allowed values are 'raise' and 'ones'.")
-    out = implicit_arr
+    q = implicit_arr
+    if not isinstance(q, ArrayOperators):
+        return q
     try:
-        while isinstance(out, ArrayOperators):
-            out = out.materialize()
-            if not full:
-                break
+        return materialize(q) if full else q.materialize()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
     except BaseException as err:
-        if isinstance(err, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-            raise
-        return _after_failure(implicit_arr, err, on_failure)
-    return out
-
-
-def _after_failure(q: Any, err: BaseException, on_failure: str) -> Any:
-    message = f"materializing {type(q).__name__}({_shape_dtype.describe_leaves(q)}) failed: {type(err).__name__}: {err}"
-    if on_failure == "raise":
-        raise errors.MaterializationError(message) from err
-    warnings.warn(f"{message}; returning ones as asked", errors.MaterializationWarning, stacklevel=3)
+        cause = f"{type(err).__name__}: {err}"
+        message = f"materializing {type(q).__name__}({_shape_dtype.describe_leaves(q)}) failed: {cause}"
+        if on_failure == "raise":
+            raise errors.MaterializationError(message) from err
+    warnings.warn(f"{message}; returning ones as asked", errors.MaterializationWarning, stacklevel=2)
     return jnp.ones(q.shape, q.dtype)
 
 

@@ -14,6 +14,8 @@ apply: Callable[..., Any] = NotImplemented
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNARY = ("neg", "pos", "abs", "invert")
+# The dense array knows how to become a number, or why it cannot.
+_NUMBERS = {"bool": bool, "int": int, "index": operator.index, "float": float, "complex": complex}
 # fmt: off
 _METHODS = (
     "all", "any", "argmax", "argmin", "argpartition", "argsort", "clip", "compress", "conj", "copy", "cumprod",
@@ -33,6 +35,7 @@ class ArrayOperators:
 
     materialize: Callable[[], Any]
     shape: Any
+    dtype: Any
 
     def _apply(self, f: Callable[..., Any], *args: Any) -> Any:
         return apply(f, self, *args)
@@ -59,28 +62,6 @@ class ArrayOperators:
     def __rdivmod__(self, other: Any) -> Any:
         return other // self, other % self
 
-    def __bool__(self) -> bool:
-        return bool(self._number())
-
-    def __int__(self) -> int:
-        return int(self._number())
-
-    def __index__(self) -> int:
-        return operator.index(self._number())
-
-    def __float__(self) -> float:
-        return float(self._number())
-
-    def __complex__(self) -> complex:
-        return complex(self._number())
-
-    def _number(self) -> Any:
-        """The dense array, which knows how to become a number, or why it cannot."""
-        dense: Any = self
-        while isinstance(dense, ArrayOperators):
-            dense = dense.materialize()
-        return dense
-
     def __round__(self, digits: int = 0) -> Any:
         return apply(lambda q: jnp.round(q, digits), self)
 
@@ -93,6 +74,13 @@ class ArrayOperators:
         return getattr(ufunc, method)(*dense, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
+
+
+def materialize(x: Any) -> Any:
+    """The dense array behind `x`, however deeply nested; anything else is returned unchanged."""
+    while isinstance(x, ArrayOperators):
+        x = x.materialize()
+    return x
 
 
 class _At:
@@ -143,6 +131,8 @@ for _name in _COMPARISONS:
     setattr(ArrayOperators, f"__{_name}__", _binary(getattr(operator, _name), reflected=False))
 for _name in _UNARY:
     setattr(ArrayOperators, f"__{_name}__", _unary(getattr(operator, _name)))
+for _name, _type in _NUMBERS.items():
+    setattr(ArrayOperators, f"__{_name}__", lambda self, number=_type: number(materialize(self)))
 for _name in _METHODS:
     setattr(ArrayOperators, _name, _method(_name))
 for _name in _PROPERTIES:

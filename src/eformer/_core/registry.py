@@ -104,13 +104,10 @@ class Registry:
             return self._memo[key]
         except KeyError:
             declined = [self.lookup(name, operand_types, i) for i in range(skip)]
-            matching = [h for h in self._matching(name, operand_types) if h not in declined]
+            target = plum.Signature(*operand_types)
+            matching = [h for h in self._handlers.get(name, ()) if target <= h.signature and h not in declined]
             found = self._memo[key] = _most_specific(name, operand_types, matching)
             return found
-
-    def _matching(self, name: str, operand_types: tuple[type, ...]) -> list[Handler]:
-        target = plum.Signature(*operand_types)
-        return [h for h in self._handlers.get(name, ()) if target <= h.signature]
 
 
 def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Handler]) -> Handler | None:

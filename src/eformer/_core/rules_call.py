@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._jax import jaxprs, traces
 
-from .materialization import collecting_notices, dense_for, materialize, repeat_notices
+from .materialization import dense_for, during, materialize, repeat_notices
 from .registry import registry
 from .trace import call_jaxpr, is_implicit, rule, run
 
@@ -137,7 +137,7 @@ def _replay(jaxpr: Any, out_shardings: Any, name: str, notices: list[Any]) -> An
     asked = [isinstance(s, jax.sharding.Sharding) for s in out_shardings]
 
     def replay(*values: Any) -> list[Any]:
-        with collecting_notices(notices):
+        with during(notices=notices):  # for whoever calls this when it is compiled, each of whom is warned once
             out = call_jaxpr(jaxpr, values)
         if not any(asked):
             return out

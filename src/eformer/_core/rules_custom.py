@@ -171,7 +171,8 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
     """Split the children as the specs of the logical arrays say; an array that cannot be split so enters dense."""
     values = [trace.unwrap(t) for t in tracers]
     if any(map(is_implicit, values)):
-        handled = _handled_shard_map(trace, primitive, values, params)
+        with traces.set_current_trace(trace.parent_trace):
+            handled = call_handlers(primitive, values, params, check=False)
         if handled is not NotImplemented:
             return handled
     fun, args, specs = params["fun"], [], []
@@ -191,11 +192,6 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
         return jaxprs.map_results(lambda t: dense_for(primitive, inner.unwrap(t)), out)
 
     return jaxprs.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
-
-
-def _handled_shard_map(trace: ImplicitTrace, primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
-    with traces.set_current_trace(trace.parent_trace):
-        return call_handlers(primitive, values, params, check=False)
 
 
 CALL_RULES.update({"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp, "shard_map": _shard_map})

@@ -21,7 +21,7 @@ import numpy as np
 from eformer import _messages, errors
 from eformer._jax import avals
 
-from .fields import layout, replaceable_fields
+from .fields import DECLARED, layout, replaceable_fields
 
 _MEMO_LIMIT = 8192
 _memo: dict[Any, tuple[tuple[int, ...], Any]] = {}
@@ -69,37 +69,30 @@ def leaf_key(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 def _keys_of(q: Any, leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], Any], ...]:
     keys = tuple(map(leaf_key, leaves))
     if None in keys:
-        raise errors.InvalidImplicitArrayError(_bad_child_message(q))
+        for name in layout(type(q)).children:
+            for leaf in jtu.tree_leaves(getattr(q, name)):
+                if leaf_key(leaf) is None:
+                    raise bad_child(q, name, leaf)
+        raise errors.InvalidImplicitArrayError(f"{type(q).__name__} holds a child that is not an array.")
     return keys  # pyright: ignore[reportReturnType]
 
 
-def _bad_child_message(q: Any) -> str:
-    for name in layout(type(q)).children:
-        for leaf in jtu.tree_leaves(getattr(q, name)):
-            if leaf_key(leaf) is None:
-                return _messages.BAD_CHILD.format(
-                    field=name, name=type(q).__name__, value=leaf, kind=type(leaf).__name__
-                )
-    return f"{type(q).__name__} holds a child that is not an array."
+def bad_child(q: Any, field: str, value: Any) -> Exception:
+    kind = type(value).__name__
+    message = _messages.BAD_CHILD.format(field=field, name=type(q).__name__, value=value, kind=kind)
+    return errors.InvalidImplicitArrayError(message)
 
 
 def require_hashable(q: Any) -> None:
     """Static data is part of compilation keys."""
-    try:
-        hash(layout(type(q)).get_aux(q))
-    except TypeError as err:
-        raise errors.InvalidImplicitArrayError(_unhashable_message(q)) from err
-
-
-def _unhashable_message(q: Any) -> str:
     for name in layout(type(q)).aux:
         value = getattr(q, name)
         try:
             hash(value)
-        except TypeError:
+        except TypeError as err:
             kind = type(value).__name__
-            return _messages.UNHASHABLE_AUX.format(field=name, name=type(q).__name__, kind=kind, value=value)
-    return f"{type(q).__name__} holds unhashable auxiliary data."
+            message = _messages.UNHASHABLE_AUX.format(field=name, name=type(q).__name__, kind=kind, value=value)
+            raise errors.InvalidImplicitArrayError(message) from err
 
 
 # -- what an instance remembers ----------------------------------------------------------------------------------------
@@ -195,20 +188,16 @@ def shape_and_dtype(q: Any) -> tuple[tuple[int, ...], Any]:
     return known
 
 
-def shape_of(q: Any) -> tuple[int, ...]:
-    return _while_deriving(q, "shape", 0) if _state.depth else shape_and_dtype(q)[0]
+def derived(q: Any, index: int) -> Any:
+    """The shape (0) or the dtype (1).
 
-
-def dtype_of(q: Any) -> Any:
-    return _while_deriving(q, "dtype", 1) if _state.depth else shape_and_dtype(q)[1]
-
-
-def _while_deriving(q: Any, what: str, index: int) -> Any:
-    """`materialize` reads self.shape or self.dtype while we call it to learn them: only declarations can answer."""
-    leaves, treedef = jtu.tree_flatten(q)
-    if (treedef, _keys_of(q, leaves)) not in _state.keys:
-        return shape_and_dtype(q)[index]
-    return _declared(q, what)
+    `materialize` may read one of them while we call it to learn them: then only declarations can answer.
+    """
+    if _state.depth:
+        leaves, treedef = jtu.tree_flatten(q)
+        if (treedef, _keys_of(q, leaves)) in _state.keys:
+            return _declared(q, DECLARED[index])
+    return shape_and_dtype(q)[index]
 
 
 def _declared(q: Any, what: str) -> Any:

@@ -32,20 +32,16 @@ def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any],
 
     @functools.wraps(base_fn)
     def combined(*args: Any, is_leaf: Callable[..., bool] | None = None, **kwargs: Any) -> Any:
-        if kwargs.get("is_leaf_takes_path"):
-            return base_fn(*args, is_leaf=lambda path, x: fixed(x) or bool(is_leaf and is_leaf(path, x)), **kwargs)
-        return base_fn(*args, is_leaf=lambda x: fixed(x) or bool(is_leaf and is_leaf(x)), **kwargs)
+        return base_fn(*args, is_leaf=_either(is_leaf, fixed), **kwargs)
 
     fixed = is_leaf
     return combined
 
 
-_flatten = combine_leaf_predicate(jtu.tree_flatten, leaf_predicate)
-_leaves = combine_leaf_predicate(jtu.tree_leaves, leaf_predicate)
-_map = combine_leaf_predicate(jtu.tree_map, leaf_predicate)
-_structure = combine_leaf_predicate(jtu.tree_structure, leaf_predicate)
-_flatten_path = combine_leaf_predicate(jtu.tree_flatten_with_path, leaf_predicate)
-_map_path = combine_leaf_predicate(jtu.tree_map_with_path, leaf_predicate)
+def _either(is_leaf: Callable[..., bool] | None, fixed: Callable[[Any], bool] = leaf_predicate) -> Callable[..., bool]:
+    """True where one of the two is. Called with a node, or with its path and the node."""
+    return lambda *node: fixed(node[-1]) or bool(is_leaf and is_leaf(*node))
+
 
 IsLeaf = Callable[[Any], bool]
 IsLeafWithPath = Callable[..., bool]
@@ -53,29 +49,29 @@ IsLeafWithPath = Callable[..., bool]
 
 def tree_flatten_with_implicit(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
     """`jax.tree_util.tree_flatten` with implicit arrays as leaves."""
-    return _flatten(tree, is_leaf=is_leaf)
+    return jtu.tree_flatten(tree, is_leaf=_either(is_leaf))
 
 
 def tree_leaves_with_implicit(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """`jax.tree_util.tree_leaves` with implicit arrays as leaves."""
-    return _leaves(tree, is_leaf=is_leaf)
+    return jtu.tree_leaves(tree, is_leaf=_either(is_leaf))
 
 
 def tree_map_with_implicit(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf | None = None) -> Any:
     """`jax.tree_util.tree_map` with implicit arrays as leaves."""
-    return _map(f, tree, *rest, is_leaf=is_leaf)
+    return jtu.tree_map(f, tree, *rest, is_leaf=_either(is_leaf))
 
 
 def tree_structure_with_implicit(tree: Any, is_leaf: IsLeaf | None = None) -> Any:
     """`jax.tree_util.tree_structure` with implicit arrays as leaves."""
-    return _structure(tree, is_leaf=is_leaf)
+    return jtu.tree_structure(tree, is_leaf=_either(is_leaf))
 
 
 def tree_flatten_with_path_with_implicit(
     tree: Any, is_leaf: IsLeafWithPath | None = None, is_leaf_takes_path: bool = False
 ) -> tuple[list[tuple[Any, Any]], Any]:
     """`jax.tree_util.tree_flatten_with_path` with implicit arrays as leaves."""
-    return _flatten_path(tree, is_leaf=is_leaf, is_leaf_takes_path=is_leaf_takes_path)
+    return jtu.tree_flatten_with_path(tree, is_leaf=_either(is_leaf), is_leaf_takes_path=is_leaf_takes_path)
 
 
 def tree_map_with_path_with_implicit(
@@ -86,7 +82,7 @@ def tree_map_with_path_with_implicit(
     is_leaf_takes_path: bool = False,
 ) -> Any:
     """`jax.tree_util.tree_map_with_path` with implicit arrays as leaves."""
-    return _map_path(f, tree, *rest, is_leaf=is_leaf, is_leaf_takes_path=is_leaf_takes_path)
+    return jtu.tree_map_with_path(f, tree, *rest, is_leaf=_either(is_leaf), is_leaf_takes_path=is_leaf_takes_path)
 
 
 def implicit_depth(tree: Any) -> int:
