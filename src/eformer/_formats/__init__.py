@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-from . import handlers as handlers
+from . import dot as dot
+from . import lookup as lookup
+from . import shapes as shapes

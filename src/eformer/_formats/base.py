@@ -54,6 +54,9 @@ class QuantizedArray(ImplicitArray, frozen=True):
     pad: int = 0
     sharding: Any = None
     use_kernel: bool = True
+    kernel_block: int | None = None
+    # Does every block bring its own scale, so that blocks of different arrays may follow each other?
+    blocks_carry_scales: ClassVar[bool] = False
     _remembers: ClassVar[Any] = (False, True)
 
     @property
@@ -142,13 +145,12 @@ class QuantizedArray(ImplicitArray, frozen=True):
         return self.replaced(**parts, **more)
 
     def static_layout(self) -> tuple[Any, ...]:
-        """What two arrays must agree on to be joined part by part."""
-        return (self.blocked,)
+        """What two arrays must agree on to be joined part by part: the packed axis, and the format's own settings."""
+        apart = ("axis", "pad", "sharding", "use_kernel")
+        return (self.blocked, *(getattr(self, name) for name in layout(type(self)).aux if name not in apart))
 
-    @property
-    def blocks_carry_scales(self) -> bool:
-        """Does every block bring its own scale, so that blocks of different arrays may follow each other?"""
-        return False
+    def kernel_operands(self) -> tuple[jax.Array, Any]:
+        return self.part(self.parts[0]), self.part(self.scale_part)
 
     def scaled(self: Q, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Q:
         """A copy with the scale multiplied by `factor`, which has one axis per axis of the scale part.

@@ -20,7 +20,8 @@ from jax import lax
 from eformer._core import materialize_handler
 from eformer._core.materialization import dense_for
 
-from . import handlers as _handlers
+from . import dot as _dot
+from . import lookup as _lookup
 from . import shapes as _shapes
 from .base import QuantizedArray
 
@@ -96,9 +97,9 @@ def _xy(public: Handler, exact: Handler | None = None) -> Handler:
 def _folded(divide: bool) -> Handler:
     def exact(x: Any, y: Any) -> Any:
         if isinstance(x, QuantizedArray) and not isinstance(y, QuantizedArray):
-            return _handlers.fold(x, jnp.asarray(y), divide)
+            return _shapes.fold(x, jnp.asarray(y), divide)
         if isinstance(y, QuantizedArray) and not isinstance(x, QuantizedArray) and not divide:
-            return _handlers.fold(y, jnp.asarray(x))
+            return _shapes.fold(y, jnp.asarray(x))
         return NotImplemented
 
     return exact
@@ -119,8 +120,8 @@ def _reduce(primitive: Any, operand: Any, init_value: Any, *args: Any, **kwargs:
 
 def _dot_exact(primitive: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     left, right = isinstance(lhs, QuantizedArray), isinstance(rhs, QuantizedArray)
-    shared = {(True, True): _handlers.dot_general_both, (True, False): _handlers.dot_general_left}
-    return shared.get((left, right), _handlers.dot_general_right)(primitive, lhs, rhs, **params)
+    shared = {(True, True): _dot.dot_general_both, (True, False): _dot.dot_general_left}
+    return shared.get((left, right), _dot.dot_general_right)(primitive, lhs, rhs, **params)
 
 
 def _concatenate(primitive: Any, operands: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +134,7 @@ def _concatenate(primitive: Any, operands: Any, *args: Any, **kwargs: Any) -> An
 
 def _concatenate_exact(primitive: Any, *operands: Any, dimension: int) -> Any:
     alike = all(isinstance(o, QuantizedArray) for o in operands)
-    return _shapes.concatenate(operands, dimension) if alike else NotImplemented
+    return _shapes.concatenate(*operands, dimension=dimension) if alike else NotImplemented
 
 
 def _concatenate_public(*operands: Any, dimension: int) -> Any:
@@ -141,7 +142,7 @@ def _concatenate_public(*operands: Any, dimension: int) -> Any:
 
 
 def _gather_exact(primitive: Any, q: Any, indices: Any, **params: Any) -> Any:
-    return _handlers.gather(q, jnp.asarray(indices), **params) if isinstance(q, QuantizedArray) else NotImplemented
+    return _lookup.gather(q, jnp.asarray(indices), **params) if isinstance(q, QuantizedArray) else NotImplemented
 
 
 def _gather(primitive: Any, operand: Any, start_indices: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +150,7 @@ def _gather(primitive: Any, operand: Any, start_indices: Any, *args: Any, **kwar
 
 
 _concatenation = _Call(_concatenate_public, _concatenate_exact)
-_conversion = _operand(lax.convert_element_type, _handlers.convert_element_type)
+_conversion = _operand(lax.convert_element_type, _shapes.convert_element_type)
 _gathering = _Call(lax.gather, _gather_exact)
 _reduction = _Call(lax.reduce)
 
@@ -176,10 +177,10 @@ _TABLE: dict[str, Handler] = {
     "concatenate_{}_operands": _concatenate,
     "convert_element_type_{}_operand_kw": _conversion,
     "convert_element_type_{}_operand_pos": _convert_pos,
-    "broadcast_in_dim_{}_operand": _operand(lax.broadcast_in_dim, _handlers.broadcast_in_dim),
+    "broadcast_in_dim_{}_operand": _operand(lax.broadcast_in_dim, _shapes.broadcast_in_dim),
     "gather_{}_operand": _gather,
-    "reshape_{}_operand": _operand(lax.reshape, _handlers.reshape),
-    "transpose_{}_operand": _operand(lax.transpose, _handlers.transpose),
+    "reshape_{}_operand": _operand(lax.reshape, _shapes.reshape),
+    "transpose_{}_operand": _operand(lax.transpose, _shapes.transpose),
 }
 
 

@@ -15,12 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eformer._core import materialize_handler, register
+from eformer._core.materialization import decode
 from eformer._jax import avals
 from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.formats import FORMATS
+from eformer._record import record
 
-from . import panels as _panels
 from . import shapes as _shapes
+from .base import QuantizedArray
+from .gradients import product
 
 
 class Plan:
@@ -40,7 +44,34 @@ class Plan:
         return any(q == self.blocked for q, _ in self.contracted)
 
 
-def dot_general(primitive: Any, x: Any, q: Any, *, q_first: bool, params: dict[str, Any]) -> Any:
+@register("dot_general")
+def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
+    return _differentiable(primitive, lhs, rhs, False, params)
+
+
+@register("dot_general")
+def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
+    return _differentiable(primitive, rhs, lhs, True, params)
+
+
+@register("dot_general")
+def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, **params: Any) -> Any:
+    """The smaller one is materialized; the other stays as it is."""
+    if lhs.size <= rhs.size:
+        return dot_general_right(primitive, lhs.materialize(), rhs, **params)
+    return dot_general_left(primitive, lhs, rhs.materialize(), **params)
+
+
+def _differentiable(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any]) -> Any:
+    return product(
+        lambda x, q: _dot_general(primitive, x, q, q_first, params),
+        lambda x, q: materialize_handler(primitive, *((q, x) if q_first else (x, q)), params=params),
+        x,
+        q,
+    )
+
+
+def _dot_general(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any]) -> Any:
     """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do."""
     out = params.get("preferred_element_type")
     if out is None:
@@ -90,7 +121,7 @@ def _as_matrices(q: Any, batch: list[int], extra: list[int], rows: list[int]) ->
     """`q` as (batch..., extra..., R, K), the blocked axis last: a permutation and a reshape of the storage."""
     blocked = _shapes.blocked_axis(q)
     order = [*batch, *extra, *rows, blocked]
-    moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, order)
+    moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, permutation=order)
     lead = [q.shape[a] for a in (*batch, *extra)]
     shape = (*lead, math.prod(q.shape[a] for a in rows), q.shape[blocked])
     if moved.shape == shape:
@@ -133,7 +164,7 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
     if matrix.format not in FORMATS:  # a user's own, which the kernels cannot read
         options.pop("out_sharding", None)
-        return _panels.product(matrix, x, form, **options)
+        return _in_panels(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()
     return qmatmul(
         x, codes, scale, fmt=matrix.format, form=form, cols=matrix.shape[-1], block=matrix.kernel_block,
@@ -167,7 +198,7 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     form = "dot" if dot_order == list(range(q.ndim)) and contracted else "axpy"
     order = dot_order if form == "dot" else [*batch, *contracted, *plan.q_kept]
     first, second = (plan.q_kept, contracted) if form == "dot" else (contracted, plan.q_kept)
-    moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, order)
+    moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, permutation=order)
     sizes = [math.prod(q.shape[a] for a in group) for group in (first, second)]
     if 0 in q.shape or 0 in x.shape:
         return NotImplemented
@@ -201,7 +232,20 @@ def _flat(q: Any, array: Any, n_batch: int, n_first: int, sizes: Sequence[int]) 
 # -- ragged_dot --------------------------------------------------------------------------------------------------------
 
 
-def ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
+@register("ragged_dot_general")
+def ragged_dot_general(
+    primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any
+) -> Any:
+    return product(
+        lambda x, q, sizes: _ragged_dot(x, q, sizes, params),
+        lambda x, q, sizes: materialize_handler(primitive, x, q, sizes, params=params),
+        lhs,
+        rhs,
+        group_sizes,
+    )
+
+
+def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
     """Rows of x in consecutive groups, each times its own matrix of a stack (…`lax.ragged_dot`)."""
     numbers = params["ragged_dot_dimension_numbers"]
     ((xc, qc), (xb, qb)) = numbers.dot_dimension_numbers
@@ -223,10 +267,80 @@ def ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
         form = "dot" if contracted == _shapes.blocked_axis(q) else "axpy"
         kept = 3 - contracted
         order = [0, kept, contracted] if form == "dot" else [0, contracted, kept]
-        q = q if order == [0, 1, 2] else _shapes.transpose(q, order)
+        q = q if order == [0, 1, 2] else _shapes.transpose(q, permutation=order)
     codes, scale = q.kernel_operands()
     out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
     return qragged_dot(
         x, codes, scale, group_sizes, fmt=q.format, form=form, cols=q.shape[-1], block=q.kernel_block,
         out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
     )  # fmt: skip
+
+
+# -- formats that the kernels do not know ------------------------------------------------------------------------------
+
+ROWS, VALUES = 256, 1 << 17  # of a panel, at most: it should stay in a cache
+
+
+def _in_panels(q: Any, x: jax.Array, form: str, *, out_dtype: Any, precision: Any) -> Any:
+    """A panel of rows at a time, decoded by the format's own `materialize`.
+
+    x @ D.T (`form="dot"`) or x @ D (`form="axpy"`), D being `q` of shape (batch..., R, C), packed along C if at all.
+
+    The backward pass decodes again: between the passes nothing dense is kept.
+    """
+    lead, (rows, columns) = q.shape[:-2], q.shape[-2:]
+    height = min(rows, ROWS, max(1, VALUES // columns))
+    why = f"{q.format} has no kernel: {height} rows are decoded at a time"
+    record("kernel", op="product", name="panels", reason=why, rows=rows, columns=columns)
+    stored = {p.field: q.frozen_scale() if p.is_scale else q.part(p) for p in q.parts}
+    absent = {name: None for name, array in stored.items() if array is None}
+    parts = {
+        name: jnp.broadcast_to(array, (*lead, rows, *array.shape[q.ndim - 1 :]))
+        for name, array in stored.items()
+        if array is not None
+    }
+
+    def one(x: jax.Array, parts: Any) -> jax.Array:
+        wide = jnp.promote_types(x.dtype, q.dtype)
+
+        def dot(x: jax.Array, panel: Any) -> jax.Array:
+            contracted = 1 if form == "dot" else 0
+            numbers = (((1,), (contracted,)), ((), ()))
+            w = decode(q.moved({**absent, **panel}, q.blocked, sharding=None)).astype(wide)
+            return lax.dot_general(x.astype(wide), w, numbers, precision=precision, preferred_element_type=sums)
+
+        sums = jnp.promote_types(out_dtype, jnp.float32)
+        return (_dot_form if form == "dot" else _axpy_form)(jax.checkpoint(dot), x, parts, height).astype(out_dtype)
+
+    if not lead:
+        return one(x.reshape(-1, x.shape[-1]), parts).reshape(*x.shape[:-1], rows if form == "dot" else columns)
+    for _ in lead:
+        one = jax.vmap(one)
+    return one(x, parts)
+
+
+def _cut(parts: Any, height: int) -> tuple[int, Any, Any]:
+    """How many whole panels there are, these stacked, and the rows that are left, or None."""
+    rows = next(iter(parts.values())).shape[0]
+    count, left = divmod(rows, height)
+    panels = {name: a[: rows - left].reshape(count, height, *a.shape[1:]) for name, a in parts.items()}
+    return count, panels, {name: a[rows - left :] for name, a in parts.items()} if left else None
+
+
+def _dot_form(dot: Any, x: jax.Array, parts: Any, height: int) -> jax.Array:
+    count, panels, rest = _cut(parts, height)
+    stacked = lax.map(lambda panel: dot(x, panel), panels)  # (panels, M, height)
+    y = jnp.moveaxis(stacked, 0, 1).reshape(x.shape[0], count * height)
+    return y if rest is None else jnp.concatenate([y, dot(x, rest)], axis=1)
+
+
+def _axpy_form(dot: Any, x: jax.Array, parts: Any, height: int) -> jax.Array:
+    _, panels, rest = _cut({"": x.T, **parts}, height)
+
+    def step(y: Any, panel: Any) -> tuple[Any, None]:
+        stored = {name: a for name, a in panel.items() if name}
+        return y + dot(panel[""].T, stored), None
+
+    first = {name: a[0] for name, a in panels.items()}
+    y = step(0, first)[0] if rest is None else step(step(0, first)[0], rest)[0]
+    return lax.scan(step, y, {name: a[1:] for name, a in panels.items()})[0]

@@ -15,18 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eformer._core import register
 from eformer._core.materialization import decode, notice_lookup
 from eformer._kernels import qgather
 from eformer._kernels.formats import FORMATS
 
 from . import shapes as _shapes
-from .base import Part
+from .base import Part, QuantizedArray
 from .shapes import blocked_axis, free
 
 Starts = dict[int, jax.Array]  # for every indexed axis, where its slices start: one array per axis, all of one shape
 
 
-def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
+@register("gather")
+def gather(q: QuantizedArray, indices: jax.Array, **params: Any) -> Any:
     """What `indices` name: dense for vectors, of the same type for larger slices."""
     indices, params = without_whole_axes(q, indices, params)
     numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
@@ -47,8 +49,10 @@ def gather(q: Any, indices: jax.Array, params: dict[str, Any]) -> Any:
     return found if found is NotImplemented else _placed_weights(found, numbers, indices.ndim - 1)
 
 
-def dynamic_slice(q: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
+@register("dynamic_slice")
+def dynamic_slice(q: QuantizedArray, *starts: jax.Array, slice_sizes: Any, **params: Any) -> Any:
     """As `gather` with one index."""
+    sizes = slice_sizes
     if tuple(sizes) == q.shape:
         return q
     if 0 in sizes:
@@ -223,5 +227,5 @@ def _placed(values: jax.Array, held: list[int], numbers: Any, n_index: int) -> j
 
 
 def _placed_weights(q: Any, numbers: Any, n_index: int) -> Any:
-    q = _shapes.squeeze(q, [n_index + axis for axis in _gone(numbers)])
-    return _shapes.transpose(q, _order(numbers, n_index)).replaced(sharding=None)
+    q = _shapes.squeeze(q, dimensions=[n_index + axis for axis in _gone(numbers)])
+    return _shapes.transpose(q, permutation=_order(numbers, n_index)).replaced(sharding=None)

@@ -1,6 +1,8 @@
-"""Shape operations on storage. Each is exact and returns an array of the same type, or NotImplemented.
+"""What storage can do without decoding, for every quantized array: shapes, dtypes, factors.
 
-Logical axes are non-negative here. `free(q)` lists those that are not blocked, in the order every part stores them.
+Each handler is exact and returns an array of the same type, or NotImplemented: the core then materializes under the
+policy in force. Logical axes are non-negative here. `free(q)` lists those that are not blocked, in the order every part
+stores them.
 """
 
 from __future__ import annotations
@@ -11,10 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from eformer._core import register
+from eformer._jax import traces
 
 from . import sharding as _sharding
 from .base import Part, QuantizedArray
+from .blocks import wide
 from .gradients import FactoredScale
 
 
@@ -47,22 +54,24 @@ def _sharding_after(q: Any, order: Sequence[int | None]) -> Any:
     return jax.sharding.NamedSharding(q.sharding.mesh, moved)
 
 
-def transpose(q: Any, permutation: Sequence[int]) -> Any:
+@register("transpose")
+def transpose(q: QuantizedArray, *, permutation: Sequence[int], **params: Any) -> Any:
     blocked, axes = blocked_axis(q), free(q)
     order = [axes.index(axis) for axis in permutation if axis != blocked]
 
     def change(part: Part, array: jax.Array) -> jax.Array:
-        if order == sorted(order):
-            return array
-        return lax.transpose(array, [*order, *range(len(order), array.ndim)])
+        same = order == sorted(order)
+        return array if same else lax.transpose(array, [*order, *range(len(order), array.ndim)])
 
     where = None if blocked is None else list(permutation).index(blocked)
     return rebuilt(q, change, where, q.ndim, sharding=_sharding_after(q, permutation))
 
 
-def broadcast_in_dim(q: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
-    blocked, axes = blocked_axis(q), free(q)
-    if blocked is not None and shape[dims[blocked]] != q.shape[blocked]:
+@register("broadcast_in_dim")
+def broadcast_in_dim(q: QuantizedArray, *, shape: Any, broadcast_dimensions: Any, **params: Any) -> Any:
+    blocked, axes, dims = blocked_axis(q), free(q), list(broadcast_dimensions)
+    resized = blocked is not None and shape[dims[blocked]] != q.shape[blocked]
+    if resized or params.get("sharding") is not None:
         return NotImplemented
     where = None if blocked is None else dims[blocked]
     kept = [axis for axis in range(len(shape)) if axis != where]
@@ -78,11 +87,12 @@ def broadcast_in_dim(q: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
         places = [kept.index(dims[axis]) for axis in axes] + list(range(len(kept), len(kept) + len(tail)))
         return lax.broadcast_in_dim(array, (*sizes, *tail), places)
 
-    order: list[int | None] = [list(dims).index(axis) if axis in dims else None for axis in range(len(shape))]
+    order: list[int | None] = [dims.index(axis) if axis in dims else None for axis in range(len(shape))]
     return rebuilt(q, change, where, len(shape), sharding=_sharding_after(q, order))
 
 
-def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
+@register("squeeze")
+def squeeze(q: QuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     blocked, axes = blocked_axis(q), free(q)
     if blocked in dimensions:
         return NotImplemented
@@ -95,10 +105,16 @@ def squeeze(q: Any, dimensions: Sequence[int]) -> Any:
     return rebuilt(q, change, where, len(kept), sharding=_sharding_after(q, kept))
 
 
-def reshape(q: Any, new: Sequence[int]) -> Any:
+@register("reshape")
+def reshape(q: QuantizedArray, *, new_sizes: Any, dimensions: Any = None, **params: Any) -> Any:
+    new = tuple(new_sizes)
+    if dimensions is not None or params.get("sharding") is not None:
+        return NotImplemented
+    if new == q.shape:
+        return q
     if math.prod(new) != q.size:  # `lax.reshape` leaves this to the compiler
         raise ValueError(
-            f"{q.size} values of shape {q.shape} cannot be reshaped to {tuple(new)}, which has {math.prod(new)}. "
+            f"{q.size} values of shape {q.shape} cannot be reshaped to {new}, which has {math.prod(new)}. "
             f"Give sizes whose product is {q.size}."
         )
     groups = _reshape_groups(q.shape, new)
@@ -160,8 +176,9 @@ def _blocked_after(q: Any, blocked: int, new: Sequence[int], groups: Any) -> int
     return same[0] if same else None
 
 
-def slice_(q: Any, start: Sequence[int], limit: Sequence[int], steps: Sequence[int] | None) -> Any:
-    strides: Sequence[int] = steps or (1,) * q.ndim
+@register("slice")
+def slice_(q: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
+    start, limit, strides = start_indices, limit_indices, strides or (1,) * q.ndim
     blocked, axes = blocked_axis(q), free(q)
     if any(b <= a for a, b in zip(start, limit, strict=True)):
         return NotImplemented
@@ -189,7 +206,19 @@ def slice_(q: Any, start: Sequence[int], limit: Sequence[int], steps: Sequence[i
     return rebuilt(q, change, blocked, q.ndim, pad=pad)
 
 
-def rev(q: Any, dimensions: Sequence[int]) -> Any:
+@register("split")
+def split(q: QuantizedArray, *, sizes: Any, axis: int, **params: Any) -> Any:
+    pieces, start = [], 0
+    for size in sizes:
+        low, high = [0] * q.ndim, list(q.shape)
+        low[axis], high[axis] = start, start + size
+        pieces.append(slice_(q, start_indices=low, limit_indices=high))
+        start += size
+    return NotImplemented if any(p is NotImplemented for p in pieces) else pieces
+
+
+@register("rev")
+def rev(q: QuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     blocked, axes = blocked_axis(q), free(q)
     if blocked in dimensions:
         return NotImplemented
@@ -223,9 +252,10 @@ def _with_like_scales(arrays: Sequence[Any]) -> Sequence[Any]:
     return arrays
 
 
-def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
+@register("concatenate")
+def concatenate(*operands: QuantizedArray, dimension: int, **params: Any) -> Any:
     """Join arrays of one layout: along a free axis, or along the blocked one where it ends on whole blocks."""
-    arrays = _with_like_scales(arrays)
+    arrays = _with_like_scales(operands)
     first = arrays[0]
     if not same_layout(arrays):
         return NotImplemented
@@ -248,15 +278,73 @@ def concatenate(arrays: Sequence[Any], dimension: int) -> Any:
     return rebuilt(first, change, blocked, first.ndim, pad=arrays[-1].pad)
 
 
-def select(pred: jax.Array, cases: Sequence[Any]) -> Any:
-    """`select_n` with one predicate for whole arrays."""
-    cases = _with_like_scales(cases)
-    if pred.ndim or not same_layout(cases) or any(c.pad != cases[0].pad or c.shape != cases[0].shape for c in cases):
+@register("stack")
+def stack(*operands: QuantizedArray, axis: int, **params: Any) -> Any:
+    """A new axis in every storage, then joined along it."""
+    shape = (*operands[0].shape[:axis], 1, *operands[0].shape[axis:])
+    dims = [i for i in range(len(shape)) if i != axis]
+    widened = [broadcast_in_dim(q, shape=shape, broadcast_dimensions=dims) for q in operands]
+    return concatenate(*widened, dimension=axis)
+
+
+@register("select_n")
+def select_n(which: jax.Array, *operands: QuantizedArray, **params: Any) -> Any:
+    """One predicate for whole arrays."""
+    cases = _with_like_scales(operands)
+    if which.ndim or not same_layout(cases) or any(c.pad != cases[0].pad or c.shape != cases[0].shape for c in cases):
         return NotImplemented
 
     def change(part: Part, _: jax.Array) -> Any:
         pieces = [c.part(part) for c in cases]
         same = all(p.shape == pieces[0].shape for p in pieces)
-        return lax.select_n(pred, *pieces) if same else NotImplemented
+        return lax.select_n(which, *pieces) if same else NotImplemented
 
     return rebuilt(cases[0], change, blocked_axis(cases[0]), cases[0].ndim)
+
+
+@register("convert_element_type")
+def convert_element_type(q: QuantizedArray, *, new_dtype: Any, **params: Any) -> Any:
+    """Lazy: the values are decoded to the new dtype whenever they are decoded."""
+    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return q if jnp.dtype(new_dtype) == q.dtype else q.replaced(dtype=jnp.dtype(new_dtype))
+
+
+# -- arithmetic that folds into the scale ------------------------------------------------------------------------------
+
+
+@register("neg")
+def neg(q: QuantizedArray, **params: Any) -> Any:
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        return NotImplemented
+    return fold(q, np.array(-1, q.dtype))
+
+
+@register("mul")
+def mul(q: QuantizedArray, factor: jax.Array, **params: Any) -> Any:
+    return fold(q, factor)
+
+
+@register("div")
+def div(q: QuantizedArray, divisor: jax.Array, **params: Any) -> Any:
+    return fold(q, divisor, divide=True)
+
+
+def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
+    """`q * factor` (or `/`) as a change of the scale, where the factor is constant along what one scale serves."""
+    dtype = jnp.promote_types(q.dtype, factor.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or factor.ndim > q.ndim or not any(p.is_scale for p in q.parts):
+        return NotImplemented
+    traced = isinstance(factor, traces.Tracer)
+    factor = factor.reshape((1,) * (q.ndim - factor.ndim) + factor.shape)
+    axes, blocked, part = free(q), blocked_axis(q), q.scale_part
+    scale = q.part(part)
+    varying = [axis for axis in range(q.ndim) if factor.shape[axis] != 1]
+    if blocked in varying or any(factor.shape[axis] != q.shape[axis] for axis in varying):
+        return NotImplemented
+    # One scale for the whole array may become one per channel, no more.
+    if scale is not None and scale.size > 1 and any(scale.shape[axes.index(axis)] == 1 for axis in varying):
+        return NotImplemented
+    moved = factor.reshape(*[factor.shape[axis] for axis in axes], *[1] * part.tail)
+    moved = moved.astype(wide(moved.dtype))
+    return q.scaled(1 / moved if divide else moved, dtype, traced=traced)

@@ -38,6 +38,7 @@ class GroupedArray(QuantizedArray):
     use_kernel: bool = aux_field(default=True, kw_only=True)
 
     format: ClassVar[str] = "grouped"
+    blocks_carry_scales: ClassVar[bool] = True
     parts: ClassVar[tuple[Part, ...]] = (
         Part("codes", 2, GROUP),
         Part("scale", 1, GROUP, is_scale=True),
@@ -53,13 +54,6 @@ class GroupedArray(QuantizedArray):
     @property
     def bits(self) -> int:
         return 8 if self.codes.dtype == jnp.int8 else 4
-
-    @property
-    def blocks_carry_scales(self) -> bool:
-        return True
-
-    def static_layout(self) -> tuple[Any, ...]:
-        return (self.blocked, self.zero)
 
     def materialize(self) -> jax.Array:
         """The dense array, decoded in f32 and rounded once to the logical dtype."""

@@ -34,7 +34,6 @@ class Array8B(QuantizedArray):
     pad: ClassVar[int] = 0  # pyright: ignore[reportIncompatibleVariableOverride]
     parts: ClassVar[tuple[Part, ...]] = (Part("weight"), Part("scale", is_scale=True))
     blocked: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
-    kernel_block: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         _arguments.check_fields(self, "scale", "weight")
@@ -54,9 +53,6 @@ class Array8B(QuantizedArray):
         shared = [i for i, (n, s) in enumerate(shapes) if s != n]
         return self.weight.ndim - shared[0] if shared else 0
 
-    def static_layout(self) -> tuple[Any, ...]:
-        return ()
-
     def moved(self, parts: dict[str, Any], blocked: int | None, **more: Any) -> Array8B:
         return super().moved(parts, blocked, axis=_reduced_axes(parts["scale"], parts["weight"]), **more)
 
@@ -67,9 +63,6 @@ class Array8B(QuantizedArray):
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         return self.constrained(codec.decode(self.weight, self.frozen_scale(), dtype=self.dtype))
-
-    def kernel_operands(self) -> tuple[jax.Array, jax.Array]:
-        return self.weight, self.scale
 
     @classmethod
     def quantize(cls, array: jax.Array, dtype: Any = None, axis: int | tuple[int, ...] | None = None) -> Array8B:

@@ -64,6 +64,7 @@ class ArrayNF4(QuantizedArray):
     use_kernel: bool = aux_field(default=True, kw_only=True)
 
     format: ClassVar[str] = "nf4"
+    blocks_carry_scales: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _arguments.check_fields(self, "packed")
@@ -96,13 +97,6 @@ class ArrayNF4(QuantizedArray):
         core = -self.blocked
         return max(core, self.absmax.core) if isinstance(self.absmax, CompressedAbsmax) else core
 
-    def static_layout(self) -> tuple[Any, ...]:
-        return (self.blocked, self.block_size)
-
-    @property
-    def blocks_carry_scales(self) -> bool:
-        return True
-
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
@@ -117,11 +111,8 @@ class ArrayNF4(QuantizedArray):
         absmax = jnp.take(self.frozen_scale(), index // self.block_size, axis=-1)
         return jnp.asarray(codec.CODEBOOK)[codes] * absmax
 
-    def kernel_operands(self) -> tuple[jax.Array, jax.Array]:
-        return self.packed, self.part(self.scale_part)
-
     @property
-    def kernel_block(self) -> int:
+    def kernel_block(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.block_size
 
     @classmethod

@@ -39,8 +39,6 @@ class Array1B(QuantizedArray):
     sharding: Any = aux_field(default=None, kw_only=True)
     use_kernel: bool = aux_field(default=True, kw_only=True)
 
-    kernel_block = None
-
     def __post_init__(self) -> None:
         _arguments.check_fields(self, "weight")
         if self.bits not in (1, 2):
@@ -95,9 +93,6 @@ class Array1B(QuantizedArray):
         shared = [i for i, (n, s) in enumerate(shapes) if n != s]
         return max(core, self.weight.ndim - shared[0]) if shared else core
 
-    def static_layout(self) -> tuple[Any, ...]:
-        return (self.blocked, self.bits)
-
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
@@ -119,9 +114,6 @@ class Array1B(QuantizedArray):
         shared = scale.shape[-1] == 1
         scale = jnp.take(scale, jnp.zeros_like(index) if shared else index, axis=-1)
         return codes.astype(scale.dtype) * scale
-
-    def kernel_operands(self) -> tuple[jax.Array, Any]:
-        return self.weight, self.scale
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Array1B:
         if self.scale is not None:
