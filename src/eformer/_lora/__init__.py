@@ -13,12 +13,11 @@ LoraArray(float32[64,32], nf4 + lora 4, 2,688 bytes)
 
 from __future__ import annotations
 
-from . import handlers as handlers
 from .array import LoraArray as LoraArray
-from .fold import MergeCost as MergeCost
-from .fold import MergeReport as MergeReport
-from .fold import merge_lora as merge_lora
-from .partition import lora_mask as lora_mask
-from .partition import merge as merge
-from .partition import split_trainable as split_trainable
+from .tree import MergeCost as MergeCost
+from .tree import MergeReport as MergeReport
 from .tree import add_lora as add_lora
+from .tree import lora_mask as lora_mask
+from .tree import merge as merge
+from .tree import merge_lora as merge_lora
+from .tree import split_trainable as split_trainable

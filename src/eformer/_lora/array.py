@@ -1,8 +1,9 @@
-"""`LoraArray`: a frozen weight and a low-rank update that can be trained."""
+"""`LoraArray`: a frozen weight and a low-rank update that can be trained; and the handlers that keep it low-rank."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._core import ImplicitArray, aux_field, materialize
+from eformer._core import ImplicitArray, aux_field, default_handler, implicit, materialize, register
 from eformer._formats import sharding as _sharding
 from eformer._formats.arguments import is_storage
-from eformer._formats.blocks import wide
+from eformer._formats.blocks import common, wide
+from eformer._formats.lookup import without_whole_axes
 
 
 @dataclasses.dataclass
@@ -75,9 +77,7 @@ class LoraArray(ImplicitArray, frozen=True):
 
     def materialize(self) -> jax.Array:
         """The dense array, summed in f32 at least and rounded once to the dtype of `w`."""
-        dense, update = materialize(self.frozen()), self.update()
-        dtype = wide(dense.dtype, update.dtype)
-        return (dense.astype(dtype) + update.astype(dtype)).astype(dense.dtype)
+        return _sum(self.frozen(), self.update())
 
     # -- sharding ------------------------------------------------------------------------------------------------------
 
@@ -133,3 +133,197 @@ def check_shapes(q: LoraArray) -> None:
         )
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q.w, q.a, q.b)):
         raise TypeError(f"w, a and b must be floating, got {q.w.dtype}, {q.a.dtype} and {q.b.dtype}.")
+
+
+def _sum(base: Any, update: jax.Array) -> jax.Array:
+    dense = materialize(base)
+    dtype = wide(dense.dtype, update.dtype)
+    return (dense.astype(dtype) + update.astype(dtype)).astype(dense.dtype)
+
+
+# -- handlers: products, transposes, dtypes, slices, lookups; others materialize it ------------------------------------
+
+
+@register("dot_general")
+def dot_general_right(primitive: Any, lhs: jax.Array, rhs: LoraArray, **params: Any) -> Any:
+    return _dot(primitive, lhs, rhs, False, params)
+
+
+@register("dot_general")
+def dot_general_left(primitive: Any, lhs: LoraArray, rhs: jax.Array, **params: Any) -> Any:
+    return _dot(primitive, rhs, lhs, True, params)
+
+
+def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict[str, Any]) -> Any:
+    """x·w + ((x·a)·b) * scale: the factor that holds contracted axes goes first, and `a · b` is never formed."""
+    if params.get("out_sharding") is not None:
+        return NotImplemented
+    w = q.frozen()
+    base = _on_base(lambda lhs, rhs: default_handler(primitive, lhs, rhs, **params), *((w, x) if q_first else (x, w)))
+    if not jnp.issubdtype(base.dtype, jnp.inexact):
+        return NotImplemented
+    x_labels, first, second, out = _labels(x.ndim, q, q_first, params["dimension_numbers"])
+    middle = [label for label in dict.fromkeys((*x_labels, *first[1])) if label in {*second[1], *out}]
+    dtype = _factor_dtype(x, q)
+    precision = params.get("precision")
+    if isinstance(precision, tuple) and q_first:
+        precision = precision[::-1]
+    options = {"precision": precision, "preferred_element_type": wide(dtype)}
+    low = jnp.einsum(x.astype(dtype), x_labels, first[0].astype(dtype), first[1], middle, **options)
+    low = (low * q.scale).astype(dtype)
+    update = jnp.einsum(low, middle, second[0].astype(dtype), second[1], out, **options)
+    return base + update.astype(base.dtype)
+
+
+def _factor_dtype(x: jax.Array, q: LoraArray) -> Any:
+    """Adapters follow the product: trained in f32, computed in what x and the weight have in common."""
+    return common(x.dtype, q.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
+
+
+def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
+    """An operation on the weight. Handlers run outside dispatch, so it is turned on again for an implicit one."""
+    return implicit(op)(*operands) if any(isinstance(x, ImplicitArray) for x in operands) else op(*operands)
+
+
+def _labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any, Any, Any, Any]:
+    """Einsum labels: axis i of w is i, the rank is w.ndim, free axes of x follow.
+
+    Those of x, both factors and theirs (the one that holds contracted axes first), and those of the result.
+    """
+    contracting, batching = numbers
+    (qc, xc), (qb, xb) = (contracting, batching) if q_first else (contracting[::-1], batching[::-1])
+    rank = q.ndim
+    shared = {**dict(zip(xc, qc, strict=True)), **dict(zip(xb, qb, strict=True))}
+    x = [shared.get(axis, rank + 1 + axis) for axis in range(x_ndim)]
+    x_kept = [label for label in x if label > rank]
+    q_kept = [axis for axis in range(q.ndim) if axis not in (*qc, *qb)]
+    out = [*qb, *q_kept, *x_kept] if q_first else [*qb, *x_kept, *q_kept]
+    factors = list(zip((q.a, q.b), _axes(q), strict=True))
+    right = q.ndim - q.right
+    only_right = any(axis >= right for axis in qc) and not any(right - q.left <= axis < right for axis in qc)
+    first, second = factors[::-1] if only_right else factors
+    return x, first, second, out
+
+
+def _axes(q: LoraArray) -> tuple[list[int], list[int]]:
+    """Which axes of w the axes of both factors are; the rank is w.ndim."""
+    axes, left, right = list(range(q.ndim)), q.ndim - q.left - q.right, q.ndim - q.right
+    return [*axes[:right], q.ndim], [*axes[:left], q.ndim, *axes[right:]]
+
+
+@register("ragged_dot_general")
+def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: jax.Array, **params: Any) -> Any:
+    """Rows of x in groups, each times its own matrix of a stack, with two more ragged products as thin as the rank."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    (x_axes, q_axes), batch = numbers.dot_dimension_numbers
+    ragged = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
+    plain = (tuple(x_axes), tuple(map(tuple, batch)), ragged) == ((1,), ((), ()), ((0,), (0,)))
+    if not plain or (q.ndim, q.left, q.right) != (3, 1, 1) or params.get("group_offset") is not None:
+        return NotImplemented
+    base = _on_base(lambda *operands: default_handler(primitive, *operands, **params), x, q.frozen(), group_sizes)
+    if not jnp.issubdtype(base.dtype, jnp.inexact):
+        return NotImplemented
+    first, second = (q.a, q.b) if tuple(q_axes) == (1,) else (q.b.mT, q.a.mT)
+    dtype = _factor_dtype(x, q)
+    options = {"precision": params.get("precision"), "preferred_element_type": wide(dtype)}
+    low = lax.ragged_dot(x.astype(dtype), first.astype(dtype), group_sizes, **options)
+    update = lax.ragged_dot((low * q.scale).astype(dtype), second.astype(dtype), group_sizes, **options)
+    return base + update.astype(base.dtype)
+
+
+@register("transpose")
+def transpose(q: LoraArray, *, permutation: Any, **params: Any) -> Any:
+    """Exact while left and right axes stay together, in either order, behind the batch axes."""
+    batch = q.ndim - q.left - q.right
+    sides = ["batch" if axis < batch else "left" if axis < batch + q.left else "right" for axis in permutation]
+    groups = [side for i, side in enumerate(sides) if i == 0 or sides[i - 1] != side]
+    expected = ["batch"] if batch else []
+    if groups not in ([*expected, "left", "right"], [*expected, "right", "left"]):
+        return NotImplemented
+    w = _on_base(lambda w: lax.transpose(w, permutation), q.w)
+    lead = [axis for axis in permutation if axis < batch]
+    left = [axis for axis in permutation if batch <= axis < batch + q.left]
+    right = [axis - q.left + 1 for axis in permutation if axis >= batch + q.left]
+    if groups[-1] == "right":
+        a = lax.transpose(q.a, [*lead, *left, batch + q.left])
+        b = lax.transpose(q.b, [*lead, batch, *right])
+        return dataclasses.replace(q, w=w, a=a, b=b)
+    a = lax.transpose(q.b, [*lead, *right, batch])
+    b = lax.transpose(q.a, [*lead, batch + q.left, *left])
+    return dataclasses.replace(q, w=w, a=a, b=b, left=q.right, right=q.left)
+
+
+@register("convert_element_type")
+def convert_element_type(primitive: Any, q: LoraArray, *, new_dtype: Any, **params: Any) -> Any:
+    """Another dtype for the weight; the factors stay in theirs."""
+    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    converted = _on_base(lambda w: lax.convert_element_type(w, new_dtype), q.w)
+    return dataclasses.replace(q, w=converted)
+
+
+# -- parts: slices, matrices of a stack, the rows of an embedding ------------------------------------------------------
+
+
+@register("slice")
+def slice_(q: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
+    """The same part of the weight and of each factor, along its axes; one row or column comes out dense."""
+    steps = strides or (1,) * q.ndim
+
+    def part(x: Any, axes: Sequence[int]) -> Any:
+        """Of an array whose axis i is axis `axes[i]` of w, or the rank."""
+        cuts = [(start_indices[i], limit_indices[i], steps[i]) if i < q.ndim else (0, q.rank, 1) for i in axes]
+        return lax.slice(x, *zip(*cuts, strict=True))
+
+    sizes = [len(range(*cut)) for cut in zip(start_indices, limit_indices, steps, strict=True)]
+    if _picked_axis(q, sizes) is not None:
+        return dynamic_slice(q, *map(jnp.int32, start_indices), slice_sizes=sizes)
+    w = _on_base(lambda w: part(w, range(q.ndim)), q.w)
+    return dataclasses.replace(q, w=w, a=part(q.a, _axes(q)[0]), b=part(q.b, _axes(q)[1]))
+
+
+@register("squeeze")
+def squeeze(q: LoraArray, *, dimensions: Any, **params: Any) -> Any:
+    """One matrix of a stack."""
+    if any(axis >= q.ndim - q.left - q.right for axis in dimensions):
+        return NotImplemented
+    w = _on_base(lambda w: lax.squeeze(w, dimensions), q.w)
+    return dataclasses.replace(q, w=w, a=lax.squeeze(q.a, dimensions), b=lax.squeeze(q.b, dimensions))
+
+
+@register("gather")
+def gather(q: LoraArray, indices: jax.Array, **params: Any) -> Any:
+    """Rows (or columns) of the weight, and those of one factor times the other: dense, and only those requested."""
+    indices, params = without_whole_axes(q, indices, params)
+    numbers, value = params["dimension_numbers"], params.get("fill_value")
+    axis = _picked_axis(q, params["slice_sizes"])
+    if axis is None or tuple(numbers.start_index_map) != (axis,) or (value is not None and value == value):
+        return NotImplemented
+    options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+    base = _on_base(lambda w: lax.gather(w, indices, numbers, params["slice_sizes"], **options), q.frozen())
+    sizes = (1, q.rank) if axis == 0 else (q.rank, 1)
+    rows = lax.gather(q.b if axis else q.a, indices, numbers, sizes, **options)
+    kept = numbers.offset_dims[-1] if axis in numbers.collapsed_slice_dims else numbers.offset_dims[1 - axis]
+    update = jnp.tensordot(rows, q.a if axis else q.b, ((kept,), (axis,)))
+    return _sum(base, q.scale * jnp.moveaxis(update, -1, kept))
+
+
+@register("dynamic_slice")
+def dynamic_slice(q: LoraArray, *starts: jax.Array, slice_sizes: Any, **params: Any) -> Any:
+    """One row or column, as `gather`."""
+    axis = _picked_axis(q, slice_sizes)
+    if axis is None:
+        return NotImplemented
+    # Bind the operation: the function of that name would count a negative start from the end a second time.
+    starts = tuple(jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, slice_sizes, strict=True))
+    base = _on_base(lambda w: lax.dynamic_slice(w, starts, slice_sizes), q.frozen())
+    one = lax.dynamic_slice_in_dim(q.b if axis else q.a, starts[axis], 1, axis)
+    return _sum(base, q.scale * (q.a @ one if axis else one @ q.b))
+
+
+def _picked_axis(q: LoraArray, sizes: Sequence[int]) -> int | None:
+    """The axis of a matrix along which single entries are requested; the other axis is taken whole."""
+    if q.ndim != 2:
+        return None
+    fits = [axis for axis in (0, 1) if sizes[axis] == 1 and sizes[1 - axis] == q.shape[1 - axis]]
+    return fits[0] if fits else None

@@ -1,22 +1,28 @@
-"""`add_lora`: adapters on the matrices of a model."""
+"""Adapters on a model: `add_lora`, `split_trainable` and `merge` while it is trained, `merge_lora` at the end."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._quantize.leaves import GROUPS, Leaf, Role, open_tree, roles_of
-from eformer._quantize.plan import Rule, skipped_kinds
+from eformer import _table
+from eformer._core import ImplicitArray
+from eformer._formats.arguments import is_storage
+from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
+from eformer._quantize.leaves import GROUPS, Leaf, Role, map_tree, open_tree, roles_of
+from eformer._quantize.plan import Choice, Rule, as_config, skipped_kinds
+from eformer._quantize.report import relative_error
 from eformer.errors import UnusedRuleWarning
 
-from .array import LoraArray
+from .array import LoraArray, check_shapes
 
 Ranks = str | Iterable[str] | Mapping[str, int | None]
 
@@ -108,3 +114,206 @@ def _adapted(leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dt
     zeros = jnp.zeros(b if input_first else a, dtype)
     a, b = (random, zeros) if input_first else (zeros, random)
     return LoraArray(value, a, b, scale, len(first), len(second))
+
+
+# -- training: what is trained apart from the rest, and joined again ---------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Hole:
+    """Where a trainable array belongs. Static, so it passes through `jax.jit` inside the frozen part."""
+
+    name: str
+
+
+def split_trainable(params: Any, also: str | Iterable[str] = ()) -> tuple[dict[str, jax.Array], Any]:
+    """A flat dict of what is trained (the factors of every `LoraArray`), and the model with holes in their place.
+
+    Differentiate with respect to the first, `merge` both inside the loss. A leaf that appears twice is trained once.
+
+    Args:
+        params: any pytree, or a Flax NNX module.
+        also: patterns of dense floating leaves to train as well; "*" for all of them.
+
+    >>> params = {"norm": jnp.ones(2), "w": LoraArray(jnp.ones((2, 2)), jnp.ones((2, 1)), jnp.ones((1, 2)))}
+    >>> trainable, frozen = split_trainable(params, also="*norm")
+    >>> list(trainable)
+    ['norm', 'w/a', 'w/b']
+    >>> merge(trainable, frozen)["norm"]
+    Array([1., 1.], dtype=float32)
+    """
+    patterns = [Rule(p, None) for p in ([also] if isinstance(also, str) else also)]
+    tree, used = open_tree(params), set()
+    trainable: dict[str, Any] = {}
+    opened: dict[int, Any] = {}
+    for leaf in tree.leaves:
+        value = leaf.value
+        if id(value) in opened:
+            continue
+        if isinstance(value, LoraArray):
+            opened[id(value)] = _opened(value, leaf.path, trainable)
+        elif _is_dense(value) and (hits := [p.pattern for p in patterns if p.matches(leaf.path)]):
+            used.update(hits)
+            opened[id(value)] = _hole(leaf.path, value, trainable)
+    unused = [p.pattern for p in patterns if p.pattern not in used]
+    if unused:
+        warnings.warn(f"split_trainable: {unused} match no dense leaf", UnusedRuleWarning, stacklevel=2)
+    return trainable, tree.rebuild(opened.get(id(leaf.value), leaf.value) for leaf in tree.leaves)
+
+
+def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
+    """Join the two parts of `split_trainable` into one model."""
+    seen: set[str] = set()
+
+    def fill(x: Any) -> Any:
+        if isinstance(x, LoraArray):
+            return _checked(_with_parts(x, x.w, fill(x.a), fill(x.b)), x)
+        if not isinstance(x, Hole):
+            return x
+        if x.name not in trainable:
+            raise ValueError(f"the trainable part lacks {x.name!r}; it holds {sorted(trainable)[:5]}.")
+        seen.add(x.name)
+        return trainable[x.name]
+
+    merged = map_tree(fill, frozen, lambda x: isinstance(x, (Hole, LoraArray)))
+    extra = sorted(set(trainable) - seen)
+    if extra:
+        raise ValueError(f"the frozen part has no place for {extra[:5]}; both must come from one split_trainable.")
+    return merged
+
+
+def lora_mask(params: Any) -> Any:
+    """A tree like `params` of booleans, True for the factors of adapters.
+
+    For what treats the two differently: a count, a decay mask, the labels of `optax.multi_transform`. To freeze the
+    rest, `optax.masked` is not enough: it hands updates outside of the mask through as they are, and `apply_updates`
+    adds them. Give those to `optax.set_to_zero`, or train what `split_trainable` returns.
+    """
+
+    def mask(leaf: Any) -> Any:
+        if not isinstance(leaf, LoraArray):
+            return jax.tree.map(lambda _: False, leaf)
+        return _with_parts(leaf, jax.tree.map(lambda _: False, leaf.w), True, True)
+
+    return map_tree(mask, params, lambda x: isinstance(x, ImplicitArray))
+
+
+def _is_dense(value: Any) -> bool:
+    is_array = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, ImplicitArray)
+    return is_array and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _opened(q: LoraArray, path: str, trainable: dict[str, Any]) -> LoraArray:
+    prefix = f"{path}/" if path else ""
+    return _with_parts(q, q.w, _hole(f"{prefix}a", q.a, trainable), _hole(f"{prefix}b", q.b, trainable))
+
+
+def _with_parts(q: LoraArray, *parts: Any) -> LoraArray:
+    """The same array with other parts, which need not be arrays."""
+    return LoraArray.tree_unflatten(q.tree_flatten_with_keys()[1], parts)
+
+
+def _checked(filled: LoraArray, opened: LoraArray) -> LoraArray:
+    """Factors that were filled in must fit `w`: of one layer inside a scan, of one device inside `shard_map`."""
+    if is_storage(filled.w, filled.a, filled.b):
+        try:
+            check_shapes(filled)
+        except ValueError as err:
+            raise ValueError(f"{opened.a!r} and {opened.b!r} cannot be filled: {err}") from err
+    return filled
+
+
+def _hole(name: str, value: Any, trainable: dict[str, Any]) -> Hole:
+    free, number = name, 1
+    while free in trainable:  # two keys that print the same
+        number += 1
+        free = f"{name}#{number}"
+    trainable[free] = value
+    return Hole(free)
+
+
+# -- merging: adapters folded into their weights, and the cost of rounding them again ----------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCost:
+    """One merged weight: how far it is from `w + update`, and how large the update was, both relative to that sum.
+
+    An error near the size of the update means that the new rounding swallowed what was trained.
+    """
+
+    path: str
+    format: str
+    relative_error: float
+    update: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeReport:
+    """What `merge_lora` cost, leaf by leaf; prints as a table."""
+
+    leaves: tuple[MergeCost, ...]
+
+    @property
+    def relative_error(self) -> float:
+        """The largest of all leaves."""
+        return max((leaf.relative_error for leaf in self.leaves), default=0.0)
+
+    def __iter__(self) -> Iterator[MergeCost]:
+        return iter(self.leaves)
+
+    def __str__(self) -> str:
+        rows = [(c.path, c.format, f"{c.relative_error:.4f}", f"{c.update:.4f}") for c in self.leaves]
+        return "\n".join(_table.lines(("path", "format", "rel. error", "update"), rows))
+
+
+def merge_lora(params: Any, into: Choice = "base") -> tuple[Any, MergeReport]:
+    """The model without adapters, and a report of the error of each new rounding.
+
+    Args:
+        params: any pytree, or a Flax NNX module.
+        into: "base" quantizes `w + update` as `w` was (and keeps a dense `w` dense); "dense" gives dense arrays;
+            anything else is a format, as in rules.
+
+    >>> import jax.numpy as jnp
+    >>> q = LoraArray(jnp.ones((2, 2)), jnp.ones((2, 1)), jnp.ones((1, 2)))
+    >>> merged, report = merge_lora({"w": q})
+    >>> merged["w"].tolist(), report.relative_error
+    ([[2.0, 2.0], [2.0, 2.0]], 0.0)
+    """
+    tree = open_tree(params)
+    made: dict[int, Any] = {}
+    costs = []
+    for leaf, role in zip(tree.leaves, roles_of(tree.leaves), strict=True):
+        q = leaf.value
+        if isinstance(q, LoraArray) and id(q) not in made:
+            dense = q.materialize()
+            made[id(q)] = merged = _requantized(dense, q, role, into, leaf.path)
+            fmt = getattr(merged, "format", merged.dtype.name)
+            costs.append(MergeCost(leaf.path, fmt, relative_error(merged, dense), relative_error(q.w, dense)))
+    return tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in tree.leaves), MergeReport(tuple(costs))
+
+
+def _requantized(dense: jax.Array, q: LoraArray, role: Role, into: Choice, path: str) -> Any:
+    wanted = _config_of(q.w, path) if into == "base" else None if into == "dense" else as_config(into)
+    if wanted is None:
+        return dense
+    if wanted.axis is None:
+        wanted = dataclasses.replace(wanted, axis=role.axis(wanted.format.scales_many_axes))
+    made = quantize_stack(dense, wanted, q.ndim - q.left - q.right)
+    sharding = getattr(q.w, "sharding", None) if isinstance(q.w, ImplicitArray) else None
+    return made if sharding is None else made.with_sharding(sharding)
+
+
+def _config_of(w: Any, path: str) -> QuantizationConfig | None:
+    """How an array was quantized; None for a dense one."""
+    if not isinstance(w, ImplicitArray):
+        return None
+    found = config_of(w)
+    if found is None:
+        raise TypeError(
+            f"{path!r} is a {type(w).__name__}, which merge_lora cannot quantize again as it was. Give into='dense' or "
+            "a format."
+        )
+    return found

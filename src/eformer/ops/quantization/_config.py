@@ -7,9 +7,6 @@ Array8B(float32[64,32], int8, 9.00 bits per weight)
 
 from __future__ import annotations
 
-from eformer._quantize.config import QuantizationConfig as QuantizationConfig
-from eformer._quantize.config import QuantizationType as QuantizationType
-from eformer._quantize.config import quantize as quantize
-from eformer._quantize.config import straight_through as straight_through
+from eformer._quantize.config import QuantizationConfig, QuantizationType, quantize, straight_through
 
 __all__ = ["QuantizationConfig", "QuantizationType", "quantize", "straight_through"]
