@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eformer._formats.onebit import codec
+from eformer._formats.onebit.array import Array1B
 
 from . import references
 
@@ -221,9 +222,9 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="'channel', 'tensor', None"):
         codec.ternary(w, axis=-1, scale="row")
     with pytest.raises(ValueError, match="at least 0"):
-        codec.ternary(w, axis=-1, threshold=-1.0)
+        Array1B.from_float(w, threshold=-1.0)
     with pytest.raises(ValueError, match="at least 0"):
-        codec.ternary(w, axis=-1, threshold=float("nan"))
+        Array1B.from_float(w, threshold=float("nan"))
     with pytest.raises(ValueError, match="bits=3"):
         codec.pack(w.astype(np.int8), axis=-1, bits=3)
     with pytest.raises(ValueError, match="13 to 16"):

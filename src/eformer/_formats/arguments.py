@@ -77,13 +77,15 @@ def check_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(negative)
 
 
-def check_block_size(block_size: int) -> int:
+def check_block_size(block_size: Any, largest: int | None = None) -> int:
     """Return `block_size` as an int, or raise unless it is positive and even (two codes share a byte)."""
     block_size = as_index(block_size, "block_size")
     if block_size <= 0 or block_size % 2:
         raise ValueError(
             f"{block_size=} is not allowed: NF4 packs two codes per byte. Use a positive even number (64)."
         )
+    if largest is not None and block_size > largest:
+        raise ValueError(f"{block_size=} is larger than the largest allowed, {largest}.")
     return block_size
 
 
@@ -208,13 +210,6 @@ def check_fields(q: Any, *arrays: str) -> None:
             f"sharding={q.sharding!r} is of type {type(q.sharding).__name__}; allowed are a NamedSharding, a "
             "PartitionSpec or None."
         )
-
-
-def checked_block(block_size: Any, largest: int) -> int:
-    block_size = check_block_size(block_size)
-    if block_size > largest:
-        raise ValueError(f"{block_size=} is larger than the largest allowed, {largest}.")
-    return block_size
 
 
 def axis_and_pad(q: Any, ndim: int, steps: int, unit: int) -> tuple[int, int]:

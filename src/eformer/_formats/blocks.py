@@ -101,9 +101,10 @@ def absmax_within(x: jax.Array, at: int) -> jax.Array:
     """
     unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}").type
     # Split before anything else: XLA would undo a split that comes right before the reduction.
-    x, axes = _split_short(x, at)
+    factors = _factors(x.shape[at])
+    x = x.reshape(*x.shape[:at], *factors, *x.shape[at + 1 :])
     magnitude = lax.bitcast_convert_type(x, unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
-    return lax.bitcast_convert_type(lax.reduce(magnitude, unsigned(0), lax.max, axes), x.dtype)
+    return lax.bitcast_convert_type(lax.reduce(magnitude, unsigned(0), lax.max, range(at, at + len(factors))), x.dtype)
 
 
 def absmax_along(x: jax.Array, axis: int) -> jax.Array:
@@ -138,12 +139,6 @@ def _sum_within(x: jax.Array, at: int) -> jax.Array:
     lowest = jnp.finfo(x.dtype).min
     zero = np.zeros((), x.dtype)[()]
     return lax.reduce(x, zero, lambda a, b: jnp.maximum(a, lowest) + jnp.maximum(b, lowest), (at,))
-
-
-def _split_short(x: jax.Array, at: int) -> tuple[jax.Array, tuple[int, ...]]:
-    """`x` with axis `at` split into short ones, and where these are."""
-    factors = _factors(x.shape[at])
-    return x.reshape(*x.shape[:at], *factors, *x.shape[at + 1 :]), tuple(range(at, at + len(factors)))
 
 
 def _factors(size: int) -> tuple[int, ...]:

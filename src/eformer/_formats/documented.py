@@ -137,10 +137,6 @@ def _concatenate_exact(primitive: Any, *operands: Any, dimension: int) -> Any:
     return _shapes.concatenate(*operands, dimension=dimension) if alike else NotImplemented
 
 
-def _concatenate_public(*operands: Any, dimension: int) -> Any:
-    return lax.concatenate(operands, dimension)
-
-
 def _gather_exact(primitive: Any, q: Any, indices: Any, **params: Any) -> Any:
     return _lookup.gather(q, jnp.asarray(indices), **params) if isinstance(q, QuantizedArray) else NotImplemented
 
@@ -149,7 +145,7 @@ def _gather(primitive: Any, operand: Any, start_indices: Any, *args: Any, **kwar
     return _gathering(primitive, (operand, start_indices), args, kwargs)
 
 
-_concatenation = _Call(_concatenate_public, _concatenate_exact)
+_concatenation = _Call(lambda *operands, dimension: lax.concatenate(operands, dimension), _concatenate_exact)
 _conversion = _operand(lax.convert_element_type, _shapes.convert_element_type)
 _gathering = _Call(lax.gather, _gather_exact)
 _reduction = _Call(lax.reduce)

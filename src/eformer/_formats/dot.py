@@ -128,24 +128,25 @@ def _as_matrices(q: Any, batch: list[int], extra: list[int], rows: list[int]) ->
         return moved
     if 0 in shape:
         return NotImplemented
-    return _merge_rows(moved, len(lead), shape)
+    return _flattened(moved, len(lead), [q.ndim - 1])
 
 
-def _merge_rows(moved: Any, n_lead: int, shape: tuple[int, ...]) -> Any:
-    """Flatten the row axes of every part (or add one). Scales shared along some of them are spread out first."""
-    parts = {}
-    for part in moved.parts:
-        array = moved.part(part)
-        if array is not None:
-            held, logical = array.shape[n_lead : moved.ndim - 1], moved.shape[n_lead:-1]
-            tail = array.shape[moved.ndim - 1 :]
-            if math.prod(held) == 1:
-                array = array.reshape(*array.shape[:n_lead], 1, *tail)
+def _flattened(q: Any, low: int, ends: Sequence[int]) -> Any:
+    """`q` with the free axes from `low` to each of `ends` made one; a scale shared along some of them is spread out."""
+
+    def flat(array: jax.Array) -> jax.Array:
+        shape, merged, start = list(array.shape), list(array.shape[:low]), low
+        for end in ends:
+            if math.prod(array.shape[start:end]) == 1:
+                merged.append(1)
             else:
-                full = (*array.shape[:n_lead], *logical, *tail)
-                array = jnp.broadcast_to(array, full).reshape(*array.shape[:n_lead], shape[-2], *tail)
-        parts[part.field] = array
-    return moved.moved(parts, -1, sharding=None)
+                shape[start:end] = q.shape[start:end]
+                merged.append(math.prod(q.shape[start:end]))
+            start = end
+        return jnp.broadcast_to(array, shape).reshape(*merged, *array.shape[start:])
+
+    parts = {p.field: None if (array := q.part(p)) is None else flat(array) for p in q.parts}
+    return q.moved(parts, None if q.blocked is None else -1, sharding=None)
 
 
 def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> Any:
@@ -197,36 +198,18 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     dot_order = [*batch, *plan.q_kept, *contracted]
     form = "dot" if dot_order == list(range(q.ndim)) and contracted else "axpy"
     order = dot_order if form == "dot" else [*batch, *contracted, *plan.q_kept]
-    first, second = (plan.q_kept, contracted) if form == "dot" else (contracted, plan.q_kept)
     moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, permutation=order)
-    sizes = [math.prod(q.shape[a] for a in group) for group in (first, second)]
     if 0 in q.shape or 0 in x.shape:
         return NotImplemented
     lead = [q.shape[a] for a in batch]
-    parts = {
-        p.field: None if (array := moved.part(p)) is None else _flat(moved, array, len(batch), len(first), sizes)
-        for p in q.parts
-    }
-    matrix = moved.moved(parts, None, sharding=None)
+    first = plan.q_kept if form == "dot" else contracted
+    matrix = _flattened(moved, len(batch), [len(batch) + len(first), q.ndim])
     x_order = [b for _, b in plan.batch] + plan.x_kept + [b for _, b in plan.contracted]
     rows = lax.transpose(x, x_order)
     kept = [x.shape[a] for a in plan.x_kept]
     m = [math.prod(kept)] if lead or not kept else kept
     y = _product(matrix, rows.reshape(*lead, *m, -1), form, options)
     return y if y is NotImplemented else y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
-
-
-def _flat(q: Any, array: Any, n_batch: int, n_first: int, sizes: Sequence[int]) -> Any:
-    """A part with both groups of axes flattened; a scale that varies along part of a group is spread over all of it."""
-    bounds = [(n_batch, n_batch + n_first), (n_batch + n_first, q.ndim)]
-    shape, flat = list(array.shape), list(array.shape[:n_batch])
-    for (low, high), size in zip(bounds, sizes, strict=True):
-        if math.prod(array.shape[low:high]) == 1:
-            flat.append(1)
-        else:
-            shape[low:high] = q.shape[low:high]
-            flat.append(size)
-    return jnp.broadcast_to(array, shape).reshape(flat)
 
 
 # -- ragged_dot --------------------------------------------------------------------------------------------------------

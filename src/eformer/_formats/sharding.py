@@ -180,11 +180,10 @@ def check_fits(q: Any, sharding: NamedSharding) -> None:
         devices = _devices_along(sharding.mesh, entry)
         if devices == 1:
             continue
-        if q.blocked is None or axis != q.ndim + q.blocked:
-            if q.shape[axis] % devices:
-                raise ShardingError(f"axis {axis} of {q!r} has {q.shape[axis]} entries, not a multiple of {devices}.")
-            continue
-        _check_blocked(q, axis, devices)
+        if q.blocked is not None and axis == q.ndim + q.blocked:
+            _check_blocked(q, axis, devices)
+        elif q.shape[axis] % devices:
+            raise ShardingError(f"axis {axis} of {q!r} has {q.shape[axis]} entries, not a multiple of {devices}.")
 
 
 def _check_blocked(q: Any, axis: int, devices: int) -> None:

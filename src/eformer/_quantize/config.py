@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from eformer._core import ste
-from eformer._formats.arguments import as_index, checked_block
+from eformer._formats.arguments import as_index, check_block_size
 from eformer._formats.int8.array import Array8B
 from eformer._formats.nf4.array import MAX_BLOCK, ArrayNF4, CompressedAbsmax
 from eformer._formats.onebit.array import Array1B
@@ -106,7 +106,7 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _known_type(self.dtype))
-        object.__setattr__(self, "block_size", checked_block(self.block_size, MAX_BLOCK))
+        object.__setattr__(self, "block_size", check_block_size(self.block_size, MAX_BLOCK))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
         for name in ("simulate", "use_kernel", "scaled", "double_quant"):
             if not isinstance(getattr(self, name), bool):

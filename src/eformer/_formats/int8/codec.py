@@ -24,6 +24,7 @@ from eformer._formats import blocks as _blocks
 from eformer._kernels import qmatmul
 
 
+@functools.partial(jax.jit, static_argnames=("axes",))
 def encode(w: jax.Array, *, axes: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Quantize `w` with one scale per position of the other axes (`axes` are reduced and kept with size 1).
 
@@ -31,11 +32,7 @@ def encode(w: jax.Array, *, axes: int | Sequence[int]) -> tuple[jax.Array, jax.A
     >>> weight.tolist(), scale.shape
     ([[50, -127], [0, 0]], (2, 1))
     """
-    return _encode(w, axes=_arguments.check_axes(axes, jnp.ndim(w)))
-
-
-@functools.partial(jax.jit, static_argnames=("axes",))
-def _encode(w: jax.Array, *, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    axes = _arguments.check_axes(axes, w.ndim)
     _arguments.check_float(w, "INT8")
     values = w.astype(_blocks.wide(w.dtype))
     absmax = _blocks.absmax_along(w, axes[-1]).astype(values.dtype)

@@ -137,7 +137,7 @@ class ArrayNF4(QuantizedArray):
             verbose: print what was stored.
         """
         array = _arguments.as_float(array, "NF4")
-        block_size = _arguments.checked_block(block_size, MAX_BLOCK)
+        block_size = _arguments.check_block_size(block_size, MAX_BLOCK)
         axis = _arguments.checked_axis(axis, array.ndim)
         packed, absmax = codec.encode(array, axis=axis, block_size=block_size)
         if double_quant:

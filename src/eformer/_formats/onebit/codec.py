@@ -31,6 +31,7 @@ BITS = {"ternary": 2, "binary": 1}
 _STATIC = ("axis", "scale", "core_ndim")
 
 
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def ternary(
     w: jax.Array,
     *,
@@ -48,15 +49,6 @@ def ternary(
     >>> codes.tolist(), scale.tolist()
     ([[0, -1, 1]], [[3.0]])
     """
-    if isinstance(threshold, (int, float)) and not threshold >= 0:
-        raise ValueError(f"{threshold=} is not allowed. Give a magnitude of at least 0, or None for 0.5 * std(w).")
-    return _ternary(w, threshold, axis=axis, scale=scale, core_ndim=core_ndim)
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _ternary(
-    w: jax.Array, threshold: ArrayLike | None, *, axis: int, scale: ScaleKind | None, core_ndim: int | None
-) -> tuple[jax.Array, jax.Array | None]:
     values, core = _prepare(w, axis, scale, core_ndim, "ternary")
     if threshold is None:
         limit = jnp.asarray(0.5, values.dtype) * _std(values, axis, core)
