@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from _gpu import BLOCK, PER_BYTE, corner_of, microseconds, storage
 
-from eformer._kernels import qmatmul
-from eformer._kernels.cuda import _calls, tuning
+from eformer._kernels import cuda, qmatmul
+from eformer._kernels.cuda import tuning
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K, N
 ROWS = (1, 16, 32, 64)
@@ -27,7 +27,7 @@ def time_of(fmt: str, k: int, n: int, m: int, tiles: int, splits: int, count: in
     keys = jax.random.split(jax.random.key(0), count)
     stored = [storage(key, fmt, n, k) for key in keys]
     x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
-    _calls.cut, _calls.is_skinny = (lambda *sizes: (tiles, splits)), (lambda *sizes: False)
+    cuda.cut, cuda.is_skinny = (lambda *sizes: (tiles, splits)), (lambda *sizes: False)
     try:
         block = BLOCK if fmt == "nf4" else None
         program = jax.jit(
@@ -36,7 +36,7 @@ def time_of(fmt: str, k: int, n: int, m: int, tiles: int, splits: int, count: in
         jax.clear_caches()
         return microseconds(program, x, stored, calls=5, rounds=5) / count
     finally:
-        _calls.cut, _calls.is_skinny = tuning.cut, tuning.is_skinny
+        cuda.cut, cuda.is_skinny = tuning.cut, tuning.is_skinny
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from jax import lax
 from eformer import explain, implicit, materialization_policy, materialize, quantize
 from eformer._kernels import Problem, qgather, qmatmul, qragged_dot, select
 from eformer._kernels.backends import is_kernel_available
-from eformer._kernels.cuda._refusals import refuses_machine
+from eformer._kernels.cuda import refuses_machine
 from eformer._kernels.grouped import GROUPED_PRODUCT
 from eformer._kernels.lookup import LOOKUP
 from eformer._kernels.matmul import PRODUCT

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from eformer._kernels import native, xla
-from eformer._kernels.cuda import _refusals
+from eformer._kernels import cuda, native, xla
 from eformer._kernels.parameters import product_problem
 from eformer._kernels.xla import gpu
 
@@ -28,7 +27,7 @@ LIMITS = {np.dtype(np.float32): 3e-6, np.dtype(jnp.bfloat16): 2e-2, np.dtype(np.
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_refusals, "loaded", lambda: native.Loaded(None, None, "no native CUDA kernels"))
+    monkeypatch.setattr(cuda, "loaded", lambda: native.Loaded(None, None, "no native CUDA kernels"))
 
 
 def product(case: Case, x: Any, form: str, platform: str = "cuda", **options: Any) -> jax.Array:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eformer._kernels import native
-from eformer._kernels.cuda import _refusals
+from eformer._kernels import cuda, native
 from eformer._kernels.select import default_platform
 from eformer.jaximus import explain
 from eformer.ops.quantization import is_kernel_available, quantize
@@ -22,7 +21,7 @@ VERSIONS = {"PJRT C API\ncuda 13000": "cuda", "PJRT C API\nrocm 60300": "rocm"}
 def test_kernels_of_a_gpu(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version=version))
     x, w = jnp.ones((4, 128), jnp.bfloat16), quantize(jnp.ones((128, 256)), dtype="nf4")
-    monkeypatch.setattr(_refusals, "loaded", lambda: native.Loaded(Path("libeformer_cuda.so"), None, None))
+    monkeypatch.setattr(cuda, "loaded", lambda: native.Loaded(Path("libeformer_cuda.so"), None, None))
     with monkeypatch.context() as pretended:
         pretended.setattr(jax, "default_backend", lambda: "gpu")
         pretended.setattr(jax, "devices", lambda: [device])

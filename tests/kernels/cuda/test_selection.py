@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eformer._kernels import cuda, explain, native, qragged_dot
-from eformer._kernels.cuda import _refusals, _wide, tuning
+from eformer._kernels.cuda import _wide, tuning
 from eformer._kernels.parameters import product_problem
 
 from ..cases import FORMATS, make_case
@@ -24,7 +24,7 @@ RNG = np.random.default_rng(5)
 @pytest.fixture
 def present(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the library were there; lowering needs no more."""
-    monkeypatch.setattr(_refusals, "loaded", lambda: native.Loaded(Path("libeformer_cuda.so"), None, None))
+    monkeypatch.setattr(cuda, "loaded", lambda: native.Loaded(Path("libeformer_cuda.so"), None, None))
 
 
 def choice(fmt: str = "nf4", m: int = 2, dtype: Any = jnp.bfloat16, block: int = 64, **options: Any) -> Any:

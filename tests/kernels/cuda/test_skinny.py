@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._kernels.cuda import _calls, _wide, tuning
+from eformer._kernels import cuda
+from eformer._kernels.cuda import _wide, tuning
 
 from ..cases import FORMATS, make_case
 from .test_selection import lowered
@@ -68,7 +69,7 @@ def program(fmt: str, rng: np.random.Generator, offset: float) -> tuple[list[Any
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is added to ternary and binary weights has to cancel, also with an x that is all positive."""
-    monkeypatch.setattr(_calls, "is_skinny", lambda *sizes: True)
+    monkeypatch.setattr(cuda, "is_skinny", lambda *sizes: True)
     monkeypatch.setattr(_wide, "takes", lambda problem: False)
     rng = np.random.default_rng(50 + FORMATS.index(fmt))
     for offset in (0.0, 3.0) if fmt in ("ternary", "binary") else (0.0,):

@@ -1,12 +1,239 @@
-"""CUDA C++ kernels (csrc/cuda), called through XLA's foreign function interface."""
+"""CUDA C++ kernels (csrc/cuda), called through XLA's foreign function interface.
+
+Few rows of x, and on Hopper up to a thousand: a kernel decodes while it multiplies. More: the matrix is decoded once,
+at the speed of a copy, and XLA multiplies with cuBLAS.
+"""
 
 from __future__ import annotations
 
-from ._calls import qgather as qgather
-from ._calls import qmatmul as qmatmul
-from ._calls import qragged as qragged
-from ._library import LIBRARY as LIBRARY
-from ._library import loaded as loaded
-from ._refusals import refuses_gather as refuses_gather
-from ._refusals import refuses_product as refuses_product
-from ._refusals import refuses_ragged as refuses_ragged
+import math
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..native import (
+    BF16,
+    F16,
+    F32,
+    Limits,
+    Loaded,
+    Result,
+    call,
+    in_one_batch_axis,
+    library_of,
+    load,
+    storage_attributes,
+)
+from ..parameters import Problem, out_shape
+from . import _wide
+from .tuning import cut, generation, is_skinny
+
+LIBRARY = library_of(
+    "cuda",
+    compiler="CUDA compiler",
+    package=__name__,
+    abi=2,
+    targets={
+        "qmatmul": "EformerCudaQmatmul",
+        "wide": "EformerCudaWide",
+        "ragged": "EformerCudaRagged",
+        "gather": "EformerCudaQgather",
+        "dequant": "EformerCudaDequant",
+    },
+)
+
+
+def loaded() -> Loaded:
+    return load(LIBRARY)
+
+
+# -- why a problem cannot be given to the kernels; None means it can ---------------------------------------------------
+
+LIMITS = Limits(
+    block=32,
+    arithmetic="its own: 16-bit products, sums in float32",
+    rows_decide="its kernels are chosen by it",
+)
+
+
+def refuses_product(problem: Problem) -> str | None:
+    return LIMITS.refuses_product(problem) or _refuses_one_row(problem) or refuses_machine(problem.platform)
+
+
+def refuses_ragged(problem: Problem) -> str | None:
+    return LIMITS.refuses_product(problem) or _refuses_groups(problem) or refuses_machine(problem.platform)
+
+
+def refuses_gather(problem: Problem) -> str | None:
+    return LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
+
+
+def refuses_machine(platform: str) -> str | None:
+    """Asked last: it loads the library."""
+    if platform != "cuda":
+        return f"its kernels run on NVIDIA GPUs, not on {platform}"
+    return loaded().reason
+
+
+def _refuses_one_row(problem: Problem) -> str | None:
+    """XLA multiplies one row of float32 without TF32, more accurately than 16-bit products can."""
+    if problem.m == 1 and not problem.batch and F32 in (problem.x_dtype, problem.out_dtype):
+        return "one row in float32 is summed up in float32, as in the dense product"
+    return None
+
+
+def _refuses_groups(problem: Problem) -> str | None:
+    """Groups are multiplied where they lie, which leaves no place to prepare x."""
+    if problem.form == "axpy":
+        return "groups in the axpy form are multiplied one tile at a time"
+    if problem.x_dtype == F32:
+        return "groups of a float32 x are multiplied one tile at a time"
+    if not problem.format.blocked and problem.scale_shape is not None and problem.scale_shape[-1] != 1:
+        return "groups with scales along the columns are multiplied one tile at a time"
+    if problem.m > 64 * problem.batch[0]:
+        return f"with {problem.m} rows for {problem.batch[0]} matrices, decoding each matrix once is quicker"
+    return None
+
+
+# -- the custom calls: sizes and dtypes have been checked, what arrives here is what the handlers take -----------------
+
+# Rows of x up to which scales are kept out of the decoded matrix.
+FOLD_M = 256
+# Rows of x up to which one matrix of so few values is not decoded first, where the wide kernel does not take it.
+SMALL, SMALL_M = 1 << 23, MappingProxyType({"int8": 8})
+
+
+def decodes_while_multiplying(problem: Problem) -> bool:
+    """Is this a product for the fused kernel? Otherwise the matrix is decoded first."""
+    exact = _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
+    small = problem.rows * problem.cols <= SMALL and not problem.batch
+    few = problem.m <= (SMALL_M.get(problem.fmt, 16) if small else generation().largest_m)
+    return problem.form == "dot" and few and not exact and not problem.scaled_both_ways
+
+
+def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """The product of one problem, batch axes included."""
+    operands = in_one_batch_axis(problem, x, codes, scale)
+    if _wide.takes(problem):
+        run = _fused_wide
+    else:
+        run = _fused if decodes_while_multiplying(problem) else _decode_first
+    return run(problem, *operands).reshape(out_shape(problem, x, codes))
+
+
+def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    x, scale, merge = prepare(problem, x, scale)
+    batch, m, _ = x.shape
+    if is_skinny(problem.fmt, m, problem.cols):
+        tiles, splits = 0, 1  # the library chooses
+    else:
+        tiles, splits = cut(problem.fmt, batch, m, problem.rows, problem.cols)
+    shape = (batch, m, problem.rows)
+    results: list[Result] = [(shape, problem.out_dtype if merge is None else F32)]
+    results.append(((splits * math.prod(shape) if splits > 1 else 0,), F32))
+    operands = (x, codes, scale)
+    y, _ = call(LIBRARY, "qmatmul", results, operands, **storage_attributes(problem), tiles=tiles, splits=splits)
+    return y if merge is None else merge(y).astype(problem.out_dtype)
+
+
+def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    x, scale, merge = prepare(problem, x, scale)
+    batch, m, deep = x.shape
+    outs = problem.rows if problem.form == "dot" else problem.cols
+    width, block_outs, splits = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
+    operands = (x, codes, scale)
+    result: Result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
+    shape = {"axpy": int(problem.form == "axpy"), "width": width, "outs": block_outs, "splits": splits}
+    (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **shape)
+    return y if merge is None else merge(y).astype(problem.out_dtype)
+
+
+def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
+    """x in 16 bits, a scale the kernel takes, and what makes y of its result (None: nothing).
+
+    A scale along the contracted axis goes into x. What 16 bits do not hold becomes two bfloat16 that add up to it, as
+    more rows.
+    """
+    if problem.fmt == "nf4":
+        assert scale is not None  # checked with the storage
+        scale = scale.astype(F32) if scale.dtype == F16 else scale
+    elif _wide.scales_x(problem):
+        assert scale is not None
+        x = x.astype(F32) * scale.astype(F32).reshape(scale.shape[0], 1, -1)
+        scale = None
+        x = x if _wide.doubles_rows(problem) else x.astype(BF16)
+    if not _wide.doubles_rows(problem):
+        return x, scale, None
+    x = x.astype(F32)
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # XLA would undo a conversion there and back
+    high = jnp.clip(rounded, float(jnp.finfo(BF16).min), float(jnp.finfo(BF16).max))
+    low = x - high  # an infinity stays one
+
+    def merge(y: jax.Array) -> jax.Array:
+        top, bottom = jnp.split(y, 2, axis=-2)
+        return top + bottom
+
+    return jnp.concatenate([high.astype(BF16), low.astype(BF16)], axis=-2), scale, merge
+
+
+def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """One matrix at a time, so that only one decoded matrix exists."""
+    scale, after = fold(problem, scale)
+
+    def one(operands: tuple[Any, ...]) -> jax.Array:
+        rows, stored, factors = operands
+        exact = factors is None  # integers
+        dense = _decoded(problem, stored, factors, problem.x_dtype if exact or not _wide.is_float32(problem) else F32)
+        rows = rows.astype(dense.dtype)
+        dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
+        wide = problem.out_dtype if problem.out_dtype == rows.dtype else F32
+        wide = wide if after is None else F32
+        return lax.dot_general(rows, dense, dims, precision=problem.precision, preferred_element_type=wide)
+
+    if x.shape[0] == 1:
+        y = one((x[0], codes[0], None if scale is None else scale[0]))[None]
+    else:
+        y = lax.map(one, (x, codes, scale))
+    return (y if after is None else y * after).astype(problem.out_dtype)
+
+
+def fold(problem: Problem, scale: jax.Array | None) -> tuple[jax.Array | None, Any]:
+    """The scale, and a factor for y. Integer codes are exact in 16 bits: a scale that can stay outside is not rounded.
+
+    With many rows, a pass over y would cost more than that is worth.
+    """
+    if scale is None or problem.fmt == "nf4" or problem.m > FOLD_M or _wide.scales_x(problem):
+        return scale, None
+    return None, scale.astype(F32).reshape(scale.shape[0], 1, -1)
+
+
+def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    operands = (codes[None], None if scale is None else scale[None])
+    result: Result = ((1, problem.rows, problem.cols), dtype)
+    (dense,) = call(LIBRARY, "dequant", [result], operands, **storage_attributes(problem))
+    return dense[0]
+
+
+def qragged(
+    problem: Problem, x: jax.Array, codes: jax.Array, group_sizes: jax.Array, scale: jax.Array | None = None
+) -> jax.Array:
+    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
+    each = -(-problem.m // codes.shape[0])
+    tiles, _ = cut(problem.fmt, codes.shape[0], each, problem.rows, problem.cols)
+    if problem.fmt == "nf4" and scale is not None and scale.dtype == F16:
+        scale = scale.astype(F32)
+    operands = (x, codes, scale, group_sizes.astype(jnp.int32))
+    result: Result = ((problem.m, problem.rows), problem.out_dtype)
+    (y,) = call(LIBRARY, "ragged", [result], operands, **storage_attributes(problem), tiles=tiles)
+    return y
+
+
+def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """Decoded rows for indices (n,) inside the table."""
+    operands = (codes[None], None if scale is None else scale[None], indices.astype(jnp.int32))
+    result: Result = ((indices.shape[0], problem.cols), problem.out_dtype)
+    (rows,) = call(LIBRARY, "gather", [result], operands, **storage_attributes(problem))
+    return rows
