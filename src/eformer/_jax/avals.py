@@ -30,12 +30,7 @@ def result_avals(primitive: Any, args: Sequence[Any], params: dict[str, Any]) ->
     """Shapes and dtypes the primitive's own rule promises, or None where it has no such rule. Remembered."""
     if primitive.multiple_results:  # these often carry jaxprs, which a memo would keep alive
         return _evaluated(primitive, args, params)
-    key = (
-        primitive,
-        tuple(map(_shape_and_dtype, map(_aval, args))),
-        tuple(params.items()),
-        _config.enable_x64.value,
-    )
+    key = (primitive, tuple(map(_shape_and_dtype, map(_aval, args))), tuple(params.items()), _config.enable_x64.value)
     try:
         return _result_avals[key]
     except TypeError:  # an unhashable parameter

@@ -175,7 +175,7 @@ def _register(library: Library, handle: Any) -> None:
 Result = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
-def call(library: Library, name: str, results: list[Result], operands: Sequence[Any], **attributes: int) -> Any:
+def call(library: Library, name: str, results: Sequence[Result], operands: Sequence[Any], **attributes: int) -> Any:
     """The results of a target. A scale that is None is handed over as an array without elements."""
     load(library)  # registers the targets, if that was not done when the kernels were chosen
     avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]

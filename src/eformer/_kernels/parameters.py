@@ -153,7 +153,7 @@ def parameters_of(
 
 
 def result_dtype(x: Any) -> Any:
-    """The parameters of a product without options."""
+    """That of x, unless x has integers."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..native import Limits, Loaded, Result, call, in_one_batch_axis, library_of, load, storage_attributes
+from ..native import Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import FORMS, Problem, out_shape
 
 LIBRARY = library_of(
@@ -133,7 +133,7 @@ def nf4_encode(problem: Problem, x: jax.Array, **how: Any) -> tuple[jax.Array, j
     """(rows, cols) -> codes (rows, blocks, block / 2) and absmax (rows, blocks)."""
     assert problem.block is not None
     lead = (x.shape[0], -(-x.shape[1] // problem.block))
-    results: list[Result] = [((*lead, problem.block // 2), np.uint8), (lead, np.float32)]
+    results = [((*lead, problem.block // 2), np.uint8), (lead, np.float32)]
     attributes = {"block": problem.block, **_how(ENCODE_COST * x.size, **how)}
     codes, absmax = call(LIBRARY, "nf4_encode", results, [x], **attributes)
     return codes, absmax

@@ -14,19 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..native import (
-    BF16,
-    F16,
-    F32,
-    Limits,
-    Loaded,
-    Result,
-    call,
-    in_one_batch_axis,
-    library_of,
-    load,
-    storage_attributes,
-)
+from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import Problem, out_shape
 from . import _wide
 from .tuning import cut, generation, is_skinny
@@ -53,9 +41,7 @@ def loaded() -> Loaded:
 # -- why a problem cannot be given to the kernels; None means it can ---------------------------------------------------
 
 LIMITS = Limits(
-    block=32,
-    arithmetic="its own: 16-bit products, sums in float32",
-    rows_decide="its kernels are chosen by it",
+    block=32, arithmetic="its own: 16-bit products, sums in float32", rows_decide="its kernels are chosen by it"
 )
 
 
@@ -132,8 +118,8 @@ def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | 
     else:
         tiles, splits = cut(problem.fmt, batch, m, problem.rows, problem.cols)
     shape = (batch, m, problem.rows)
-    results: list[Result] = [(shape, problem.out_dtype if merge is None else F32)]
-    results.append(((splits * math.prod(shape) if splits > 1 else 0,), F32))
+    sums = (splits * math.prod(shape) if splits > 1 else 0,)
+    results = [(shape, problem.out_dtype if merge is None else F32), (sums, F32)]
     operands = (x, codes, scale)
     y, _ = call(LIBRARY, "qmatmul", results, operands, **storage_attributes(problem), tiles=tiles, splits=splits)
     return y if merge is None else merge(y).astype(problem.out_dtype)
@@ -145,7 +131,7 @@ def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Arr
     outs = problem.rows if problem.form == "dot" else problem.cols
     width, block_outs, splits = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
     operands = (x, codes, scale)
-    result: Result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
+    result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
     shape = {"axpy": int(problem.form == "axpy"), "width": width, "outs": block_outs, "splits": splits}
     (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **shape)
     return y if merge is None else merge(y).astype(problem.out_dtype)
@@ -212,7 +198,7 @@ def fold(problem: Problem, scale: jax.Array | None) -> tuple[jax.Array | None, A
 
 def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     operands = (codes[None], None if scale is None else scale[None])
-    result: Result = ((1, problem.rows, problem.cols), dtype)
+    result = ((1, problem.rows, problem.cols), dtype)
     (dense,) = call(LIBRARY, "dequant", [result], operands, **storage_attributes(problem))
     return dense[0]
 
@@ -226,7 +212,7 @@ def qragged(
     if problem.fmt == "nf4" and scale is not None and scale.dtype == F16:
         scale = scale.astype(F32)
     operands = (x, codes, scale, group_sizes.astype(jnp.int32))
-    result: Result = ((problem.m, problem.rows), problem.out_dtype)
+    result = ((problem.m, problem.rows), problem.out_dtype)
     (y,) = call(LIBRARY, "ragged", [result], operands, **storage_attributes(problem), tiles=tiles)
     return y
 
@@ -234,6 +220,6 @@ def qragged(
 def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
     operands = (codes[None], None if scale is None else scale[None], indices.astype(jnp.int32))
-    result: Result = ((indices.shape[0], problem.cols), problem.out_dtype)
+    result = ((indices.shape[0], problem.cols), problem.out_dtype)
     (rows,) = call(LIBRARY, "gather", [result], operands, **storage_attributes(problem))
     return rows

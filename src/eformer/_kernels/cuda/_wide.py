@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-import jax
 from jax import lax
 
 from ..native import BF16, F16, F32
 from ..parameters import Problem
+from .tuning import capability
 
 FEWEST = 17  # rows of x in the dot form
 FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
@@ -67,14 +67,8 @@ CLUSTER_COST = 1.5
 AT_ONCE = MappingProxyType({1: 132, 2: 132, 3: 120, 4: 112})
 
 
-@functools.cache
 def has_wgmma() -> bool:
-    """Asked of the first GPU; without one, a program is being lowered for later."""
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return True
-    return getattr(device, "compute_capability", "") == "9.0"
+    return capability() == "9.0"
 
 
 def is_float32(problem: Problem) -> bool:

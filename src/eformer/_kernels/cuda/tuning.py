@@ -60,13 +60,17 @@ MOST_TILES = 8
 
 
 @functools.cache
-def generation() -> Generation:
-    """That of the first GPU, or the newest measured one when there is none (a program is being lowered for later)."""
+def capability() -> str:
+    """Of the first GPU; that of the newest measured one when there is none (a program is being lowered for later)."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
-        return TABLE[DEFAULT]
-    return TABLE.get(getattr(device, "compute_capability", DEFAULT), TABLE[DEFAULT])
+        return DEFAULT
+    return getattr(device, "compute_capability", "")
+
+
+def generation() -> Generation:
+    return TABLE.get(capability(), TABLE[DEFAULT])
 
 
 def columns_of(fmt: str, m: int) -> int:

@@ -21,17 +21,7 @@ from eformer._jax.avals import result_type
 from ..group_tiles import cut, joined
 from ..native import in_one_batch_axis
 from ..parameters import Problem, out_shape
-from ._pallas import (
-    byte_planes,
-    can_permute,
-    compiler_params,
-    grid_spec,
-    nf4_planes,
-    pl,
-    precision,
-    scratch,
-    words,
-)
+from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nf4_planes, pl, precision, scratch, words
 from .tuning import Geometry, geometry
 
 # Grid axes: matrix (or tile of a group), rows of x, result, contraction.

@@ -78,14 +78,7 @@ def for_panels(rows: int, panel: int, body: Callable[[Any, Any, Any], Any], init
 
 
 def dot_form(
-    x: jax.Array,
-    codes: jax.Array,
-    scale: Any,
-    planes: Planes,
-    *,
-    parts: int,
-    panel: int,
-    precision: Any,
+    x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, parts: int, panel: int, precision: Any
 ) -> jax.Array:
     """x @ D.T, (M, C) -> (M, R)."""
     rows = codes.shape[0]
