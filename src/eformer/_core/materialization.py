@@ -140,7 +140,8 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
         _notice(self)
         with during(materializing=self):
             out = _over_batch_axes(raw, self)
-        _check(self, out)
+        for what in ("shape", "dtype"):
+            _shape_dtype.compare(self, what, getattr(self, what), getattr(out, what, None))
         return out
 
     return materialize
@@ -158,17 +159,6 @@ def _over_batch_axes(raw: Callable[[Any], Any], q: Any) -> Any:
     for _ in range(extra):
         run = jax.vmap(run)
     return run(*leaves)
-
-
-def _check(q: Any, out: Any) -> None:
-    found = getattr(out, "shape", None), getattr(out, "dtype", None)
-    for what, declared, got in zip(("shape", "dtype"), (q.shape, q.dtype), found, strict=True):
-        if declared != got:
-            raise errors.AvalMismatchError(
-                _messages.DECLARED_MISMATCH.format(
-                    name=type(q).__name__, what=what, declared=declared, source="materialize()", found=got
-                )
-            )
 
 
 def decode(part: Any, of: Any = None) -> Any:

@@ -108,7 +108,7 @@ def settle(q: Any) -> None:
             state[slot] = tuple(default) if slot == "_shape" else np.dtype(default)
     if q._remembers is not None:
         keep = q._remembers
-        _compare(q, "shape", None if keep[0] else state.get("_shape"), q.compute_shape())
+        compare(q, "shape", None if keep[0] else state.get("_shape"), q.compute_shape())
         state["_shape"], state["_dtype"] = state.get("_shape") if keep[0] else None, state.get("_dtype")
     elif state.get("_shape") is not None or state.get("_dtype") is not None:
         keep = _what_to_keep(q)
@@ -146,8 +146,8 @@ def _try_without(q: Any, shape: Any, dtype: Any) -> tuple[bool, bool]:
             found_shape, found_dtype = _infer_unbatched(trial)
         except errors.UninitializedAval:
             continue
-        _compare(q, "shape", shape, found_shape)
-        _compare(q, "dtype", dtype, found_dtype)
+        compare(q, "shape", shape, found_shape)
+        compare(q, "dtype", dtype, found_dtype)
         return keep_shape, keep_dtype
     return shape is not None, dtype is not None
 
@@ -160,7 +160,8 @@ def _copy_declaring(q: Any, shape: Any, dtype: Any) -> Any:
     return copy
 
 
-def _compare(q: Any, what: str, declared: Any, found: Any) -> None:
+def compare(q: Any, what: str, declared: Any, found: Any) -> None:
+    """Refuse what was declared if `materialize` gives something else."""
     if declared is not None and declared != found:
         name = type(q).__name__
         raise errors.AvalMismatchError(
@@ -269,7 +270,7 @@ def _infer_unbatched(q: Any, key: Any = None) -> tuple[tuple[int, ...], Any]:
         out = abstract_materialize(q, key)
         shape = out.shape if shape is None else shape
         dtype = out.dtype if dtype is None else dtype
-        _compare(q, "shape", tuple(shape), out.shape)
+        compare(q, "shape", tuple(shape), out.shape)
     return tuple(shape), dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
