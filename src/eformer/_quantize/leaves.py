@@ -287,15 +287,13 @@ def _attention(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> tuple[int, 
         return None
     query = next((shapes[p] for n in _QUERIES if (p := (*beside, n, *ending)) in shapes), None)
     out = next((shapes[p] for n in _OUTPUTS if (p := (*beside, n, *ending)) in shapes), None)
-    if query is None or out is None or not len(query) == len(out) == ndim or _are_stacks(query, out):
+    if query is None or out is None or not len(query) == len(out) == ndim:
+        return None
+    if (*query[:-2], query[-1], query[-2]) == tuple(out):  # both are stacks
         return None
     if query[-2:] != out[-3:-1] or query[-3] != out[-1] or query[:-3] != out[:-3]:
         return None
     return (1, 2) if inward else (2, 1)
-
-
-def _are_stacks(query: Sequence[int], out: Sequence[int]) -> bool:
-    return (*query[:-2], query[-1], query[-2]) == tuple(out)
 
 
 def _by_bias(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> tuple[int, int] | None:

@@ -71,16 +71,13 @@ def run(options: argparse.Namespace) -> int:
         made += piece.tolist()
         before, written = written, model.tokenizer.decode(made)
         say(written[len(before) :])
-    _finish(options, _facts(options, made, written, seconds, model.params))
-    return OK
-
-
-def _finish(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    found = _facts(options, made, written, seconds, model.params)
     if options.json:
         print_json(found)
     else:
         print()
         print(_summary(found), file=sys.stderr)
+    return OK
 
 
 def _load(name: str, *, dense: bool) -> Model:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,8 @@ def open_checkpoint(path: Path) -> LazyCheckpoint | GgufFile:
     return open_any(path)
 
 
-def shortened(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata with long strings cut and long lists counted."""
-    return {key: _short(value) for key, value in metadata.items()}
-
-
 def _short(value: Any) -> Any:
+    """A value of the metadata: long strings are cut, long lists counted."""
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
@@ -52,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     check_exists(options.file)
     found = inspect(options.file)
     listed = tuple(tensor for tensor in found.tensors if fnmatch.fnmatchcase(tensor.path, options.only))
-    found = dataclasses.replace(found, tensors=listed, metadata=shortened(found.metadata))
+    metadata = {key: _short(value) for key, value in found.metadata.items()}
+    found = dataclasses.replace(found, tensors=listed, metadata=metadata)
     if options.json:
         print_json({**dataclasses.asdict(found), "formats": found.formats, "nbytes": found.nbytes})
     else:

@@ -74,17 +74,12 @@ def inspect(file: str | os.PathLike[str]) -> FileReport:
     """
     opened = open_checkpoint(file)
     kind = "gguf" if isinstance(opened, GgufFile) else "safetensors"
-    return FileReport(str(file), kind, tuple(tensors(opened)), dict(opened.metadata))
+    return FileReport(str(file), kind, tuple(_tensor(opened, name) for name in opened), dict(opened.metadata))
 
 
 def open_checkpoint(file: str | os.PathLike[str]) -> LazyCheckpoint | GgufFile:
     """A checkpoint of either kind, by its first bytes; its leaves are not read."""
     return open_gguf(file) if is_gguf(file) else open_lazy(file)
-
-
-def tensors(opened: LazyCheckpoint | GgufFile) -> list[StoredTensor]:
-    """Everything in a checkpoint, in its order."""
-    return [_tensor(opened, name) for name in opened]
 
 
 def _tensor(opened: LazyCheckpoint | GgufFile, name: str) -> StoredTensor:

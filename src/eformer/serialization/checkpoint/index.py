@@ -156,16 +156,8 @@ def index_path(path: Path) -> Path:
     return path.with_name(path.name + INDEX_SUFFIX)
 
 
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """The file of each tensor, and the metadata of the whole."""
-
-    owners: Mapping[str, str]
-    metadata: Mapping[str, Any]
-
-
-def read_index(path: Path) -> Index:
-    """Read an index; every file it names lies beside it."""
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """The file of each tensor, which lies beside the index, and the metadata of the whole."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_HEADER:
@@ -179,7 +171,7 @@ def read_index(path: Path) -> Index:
         if not _is_plain_name(name):
             what = f"is listed in {name!r:.200}. An index may name only files in its own folder."
             raise CheckpointError(what, file=path, tensor=tensor)
-    return Index(owners, metadata)
+    return owners, metadata
 
 
 def _is_plain_name(name: Any) -> bool:
@@ -218,23 +210,23 @@ def _open_set(path: Path) -> FileSet:
         file = MappedFile(path)
         described = loaded(file.header.metadata.get(KEY), path)
         return _file_set(path, dict.fromkeys(file.header.entries, file), described, [described], file.header.metadata)
-    index = read_index(path)
+    names, metadata = read_index(path)
     first: dict[str, str] = {}  # a tensor of every file, for messages
-    for tensor, name in index.owners.items():
+    for tensor, name in names.items():
         first.setdefault(name, tensor)
     files = {name: _member(path, name, first[name]) for name in sorted(first)}
-    for tensor, name in index.owners.items():
+    for tensor, name in names.items():
         files[name].entry(tensor)  # raises if it is not there
-    text = index.metadata.get(KEY)
+    text = metadata.get(KEY)
     if text is not None and not isinstance(text, str):
         raise CheckpointError(f"has metadata under {KEY!r} that is not a string.", file=path)
     parts = [loaded(file.header.metadata.get(KEY), file.path) for file in files.values()]
     described = loaded(text, path)
     if "pieces" in described:
         pieced = PiecedFiles(path, described["pieces"], files)
-        return _file_set(path, dict.fromkeys(pieced, pieced), described, [described], index.metadata)
-    owners = {tensor: files[name] for tensor, name in index.owners.items()}
-    return _file_set(path, owners, described, parts, index.metadata)
+        return _file_set(path, dict.fromkeys(pieced, pieced), described, [described], metadata)
+    owners = {tensor: files[name] for tensor, name in names.items()}
+    return _file_set(path, owners, described, parts, metadata)
 
 
 def _member(index: Path, name: str, first: str) -> MappedFile:

@@ -182,7 +182,7 @@ def _write_index(
 
 def _files_of_set(path: Path) -> set[str]:
     try:
-        return set(read_index(index_path(path)).owners.values())
+        return set(read_index(index_path(path))[0].values())
     except (FileNotFoundError, CheckpointError):  # none, or not ours to tidy
         return set()
 

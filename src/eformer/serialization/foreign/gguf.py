@@ -46,8 +46,7 @@ class GgufFile(Mapping[str, Any]):
             self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
-        header = parse_gguf(self._map, self.path)
-        self.version, self.metadata, self.tensors = header.version, header.metadata, header.tensors
+        self.version, self.metadata, self.tensors = parse_gguf(self._map, self.path)
 
     def __len__(self) -> int:
         return len(self.tensors)

@@ -74,15 +74,8 @@ class GgufTensor:
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufHeader:
-    version: int
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-
-
-def parse_gguf(data: Any, file: Any) -> GgufHeader:
-    """Read and check a header; `data` is the whole file, or a map of it."""
+def parse_gguf(data: Any, file: Any) -> tuple[int, dict[str, Any], dict[str, GgufTensor]]:
+    """Read and check a header: version, metadata and tensors; `data` is the whole file, or a map of it."""
     cursor = _Cursor(data, file)
     if cursor.take(4) != MAGIC:
         raise CheckpointError("is not a GGUF file: it does not begin with GGUF.", file=file)
@@ -102,7 +95,7 @@ def parse_gguf(data: Any, file: Any) -> GgufHeader:
     entries = [_tensor_entry(cursor, file) for _ in range(tensors)]
     alignment = _alignment(metadata, file)
     first = cursor.position + -cursor.position % alignment
-    return GgufHeader(version, metadata, _placed(entries, first, cursor.size, alignment, file))
+    return version, metadata, _placed(entries, first, cursor.size, alignment, file)
 
 
 def _alignment(metadata: Mapping[str, Any], file: Any) -> int:

@@ -74,16 +74,6 @@ class Journal:
         """Let go of the journal but keep it, for another run to continue."""
         os.close(self._descriptor)
 
-    def remove(self) -> None:
-        """The run is complete."""
-        self.path.unlink()
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
 
 class Output:
     """One file, or several with an index, in the making. `done` counts the leaves that are written, in order.
@@ -151,7 +141,7 @@ class Output:
             part.publish()
         sync_folder(self._target.parent)
         path = commit(self._target, self._contents, self._files, self._extra)
-        self._journal.remove()
+        self._journal.path.unlink()
         return path
 
     def __enter__(self) -> Output:
