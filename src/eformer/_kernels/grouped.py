@@ -67,11 +67,6 @@ def _problem(parameters: Parameters, platform: str, x: Any, codes: Any, sizes: A
     return problem_of(parameters, platform, x, codes, scale)
 
 
-def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
-    """A loop: groups of different programs do not line up."""
-    return one_after_another(bind, operands, dims)
-
-
 def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None) -> jax.Array:
     """The product in plain JAX, one tile of one expert at a time."""
     parameters = problem.parameters
@@ -108,7 +103,7 @@ GROUPED_PRODUCT = Operation(
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
         Candidate("xla", "xla", anything, _tiled),
     ),
-    batch=_batch,
+    batch=one_after_another,  # groups of different programs do not line up
     split=split_groups,
     sharded_like=product_sharded_like,
 )

@@ -76,7 +76,7 @@ def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple
     if all(d is None for i, d in enumerate(dims) if i != 1):
         codes, indices, *scale = operands
         return bind(codes, jnp.moveaxis(indices, dims[1], 0), *scale), 0
-    return one_after_another(bind, operands, dims)
+    return one_after_another(bind, parameters, operands, dims)
 
 
 def _with_flat_indices(run: Any, problem: Problem, codes: jax.Array, indices: jax.Array, *scale: Any) -> jax.Array:

@@ -117,7 +117,7 @@ def product_sharded_like(parameters: Parameters, x: Any, codes: Any, *rest: Any)
 def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
     if dims[1] is None and any(d is not None for d in dims[2:]):
         # Only the scale (and perhaps x) is mapped: a loop, because repeating the codes would multiply their memory.
-        return one_after_another(bind, operands, dims)
+        return one_after_another(bind, parameters, operands, dims)
     x, codes, *scale = (o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True))
     if dims[1] is None:
         has_batch = codes.ndim > parameters.format.core_ndim

@@ -161,8 +161,9 @@ class Operation:
         return jax.jit(run)
 
 
-def one_after_another(bind: Callable[..., Any], operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+def one_after_another(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
     """A batching rule: a loop over what is mapped."""
+    del parameters
     mapped = [None if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
 
     def one(values: list[Any]) -> Any:

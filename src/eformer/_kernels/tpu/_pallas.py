@@ -11,7 +11,7 @@ permute sublanes, the fourth selects the register.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,6 @@ from ..formats import NF4_CODEBOOK
 __all__ = ["byte_planes", "can_permute", "compiler_params", "grid_spec", "nf4_planes", "pl", "precision", "scratch"]
 __all__ += ["words"]
 
-_compiler_params: Any = getattr(pltpu, "CompilerParams", None) or getattr(pltpu, "TPUCompilerParams", None)
-
 # Generations before the fifth have no permutation of sublanes by a vector of indices.
 _WITHOUT_PERMUTES = ("TPU v2", "TPU v3", "TPU v4")
 # Where in a word its eight values begin: bytes from low to high, the first value of each in the high nibble.
@@ -34,9 +32,9 @@ SHIFTS = (4, 0, 12, 8, 20, 16, 28, 24)
 _SUBLANES = 8
 
 
-def compiler_params(*semantics: str) -> Any:
+def compiler_params(*semantics: Literal["parallel", "arbitrary"]) -> Any:
     """`semantics` says of every grid axis whether its steps may run in any order ("parallel") or not ("arbitrary")."""
-    return _compiler_params(dimension_semantics=semantics)
+    return pltpu.CompilerParams(dimension_semantics=semantics)
 
 
 def grid_spec(prefetched: int, **options: Any) -> Any:
