@@ -40,24 +40,23 @@ class _Call:
         asked = {k: v for k, v in params.items() if k in self.accepted or not (v is None or v is False)}
         of_primitive = not asked.keys() <= self.accepted
         if self.exact is not None and any(isinstance(o, QuantizedArray) for o in operands):
-            out = self._exactly(primitive, operands, params) if of_primitive else self._written(operands, args, asked)
+            if of_primitive:
+                out = self.exact(primitive, *operands, **params)
+            else:
+                out = self._written(self.exact, operands, args, asked)
             if out is not NotImplemented:
                 return out
         if of_primitive:
             return materialize_handler(primitive, *operands, *args, params=params)
         return self.public(*(dense_for(primitive, o) for o in operands), *args, **asked)
 
-    def _exactly(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        return NotImplemented if self.exact is None else self.exact(primitive, *operands, **params)
-
-    def _written(self, operands: Sequence[Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+    def _written(self, exact: Handler, operands: Sequence[Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Let JAX check the call and write the parameters of its primitive, as it does while tracing."""
         program = jax.make_jaxpr(lambda *o: self.public(*o, *args, **params))(*map(jax.typeof, operands))
         if not program.eqns:
             return operands[0]
-        equation = program.eqns[-1]
-        alone = len(program.eqns) == 1
-        return self._exactly(equation.primitive, operands, equation.params) if alone else NotImplemented
+        equation, *more = program.eqns
+        return NotImplemented if more else exact(equation.primitive, *operands, **equation.params)
 
 
 def _x(public: Handler) -> Handler:

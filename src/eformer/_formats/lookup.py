@@ -213,19 +213,15 @@ def _order(numbers: Any, n_index: int) -> list[int]:
     return [n_index + offsets.index(place) if place in offsets else next(index) for place in range(rank)]
 
 
-def _gone(numbers: Any) -> set[int]:
-    return {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-
-
 def _placed(values: jax.Array, held: list[int], numbers: Any, n_index: int) -> jax.Array:
-    gone = _gone(numbers)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     values = lax.squeeze(values, [n_index + i for i, axis in enumerate(held) if axis in gone])
-    kept = range(len(gone) + len(numbers.offset_dims))
-    kept = [axis for axis in kept if axis not in gone]
+    kept = [axis for axis in range(len(gone) + len(numbers.offset_dims)) if axis not in gone]
     values = lax.expand_dims(values, [n_index + i for i, axis in enumerate(kept) if axis not in held])
     return lax.transpose(values, _order(numbers, n_index))
 
 
 def _placed_weights(q: Any, numbers: Any, n_index: int) -> Any:
-    q = _shapes.squeeze(q, dimensions=[n_index + axis for axis in _gone(numbers)])
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    q = _shapes.squeeze(q, dimensions=[n_index + axis for axis in gone])
     return _shapes.transpose(q, permutation=_order(numbers, n_index)).replaced(sharding=None)
