@@ -7,7 +7,7 @@
 
 namespace eformer {
 
-// Matrices as they are stored; see src/eformer/ops/quantization/_kernels/problem.py for the layout.
+// Matrices as they are stored; see src/eformer/_kernels/formats.py for the layout.
 struct Matrices {
   int fmt;  // 0 nf4, 1 int8, 2 ternary, 3 binary
   int64_t count, rows, cols, row_bytes;

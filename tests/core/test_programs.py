@@ -51,7 +51,7 @@ def test_random_program(program: Program):
     event(f"{len(program.inside)} inside, {len(program.outside)} outside")
     try:
         expected = program.on_dense()
-    except TypeError:  # JAX itself refuses, as for forward mode through custom_vjp
+    except (TypeError, NotImplementedError):  # JAX itself refuses, as for forward mode through custom_vjp
         assume(False)
     assume(bool(np.isfinite(expected).all()))
     check(program, expected)

@@ -35,7 +35,7 @@ def cut(sizes: jax.Array, m: int, height: int) -> Tiles:
     last = jnp.minimum(number, jnp.maximum(used - 1, 0))
     group = jnp.minimum(jnp.searchsorted(last_tile, last, side="right"), groups - 1).astype(jnp.int32)
     start = first_row[group] + (number - first_tile[group]) * height
-    rows = start[:, None] + jnp.arange(height, dtype=jnp.int32)
+    rows = start[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
     inside = (rows < last_row[group][:, None]) & (number < used)[:, None]
     row = jnp.arange(m, dtype=jnp.int32)
     owner = jnp.minimum(jnp.searchsorted(last_row, row, side="right"), groups - 1)
