@@ -50,12 +50,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _share_cases(items)
     if PLATFORM != "cpu":
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: set EFORMER_TEST_PLATFORM=cuda"))
+
+
+def _share_cases(items: list[pytest.Item]) -> None:
+    """Mark half of the cases of a test that has four or more as thorough: the other half on the oldest JAX.
+
+    So `make test` runs every test on each JAX it runs it on, and `make test-all` every case. Without `-m` all run.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("thorough"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()), reverse=jax.__version__.startswith("0.10."))
+        for item in cases[(len(cases) + 1) // 2 :] if len(cases) >= 4 else ():
+            item.add_marker(pytest.mark.thorough)
 
 
 # A compiled program takes up to 2 MB, JAX keeps thousands, and the C library keeps what JAX lets go of.
