@@ -182,7 +182,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         if name == "shape":
             state["_shape"] = None if value is None else _as_shape(value)
         elif name == "dtype":
-            state["_dtype"] = None if value is None else _canonical_dtype(value)
+            plain = value is not None and not jnp.issubdtype(value, jax.dtypes.extended)
+            state["_dtype"] = jax.dtypes.canonicalize_dtype(value) if plain else value
         else:
             object.__setattr__(self, name, value)
 
@@ -279,10 +280,6 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         """Bytes really held by the children, or that they would hold if they are abstract."""
         return sum(map(_bytes_of, jtu.tree_leaves(self)))
 
-    def astype(self, new_dtype: Any) -> Any:
-        """A new array of another dtype; this one does not change."""
-        return self._apply(lambda q: jax.lax.convert_element_type(q, new_dtype))
-
     def block_until_ready(self) -> Any:
         jax.block_until_ready(jtu.tree_leaves(self))
         return self
@@ -332,10 +329,6 @@ def _as_shape(value: Any) -> tuple[int, ...]:
         return tuple(map(operator.index, value))
     except TypeError as err:
         raise TypeError(f"shape={value!r} is not a shape; give a sequence of integers, such as (64, 32).") from err
-
-
-def _canonical_dtype(dtype: Any) -> Any:
-    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _static_data(q: ImplicitArray) -> Any:

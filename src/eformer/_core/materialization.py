@@ -49,9 +49,6 @@ def during(**values: Any) -> Iterator[None]:
         state.__dict__.update(before)
 
 
-# -- policy ----------------------------------------------------------------------------------------------------------
-
-
 def policy_in_force() -> settings.Policy:
     value = _context.value
     return settings.materialization_policy() if value is None or value[0] is None else value[0]
@@ -124,9 +121,6 @@ def _warn_once(kind: type, primitive: str, message: str, where: tuple[str, int])
     if key not in _warned:
         warnings.warn_explicit(message, errors.MaterializationWarning, *where)
         _warned.add(key)
-
-
-# -- materialize -----------------------------------------------------------------------------------------------------
 
 
 def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -208,9 +202,6 @@ def materialize_nested(implicit_arr: Any, full: bool = False, on_failure: Litera
             raise errors.MaterializationError(message) from err
     warnings.warn(f"{message}; returning ones as asked", errors.MaterializationWarning, stacklevel=2)
     return jnp.ones(q.shape, q.dtype)
-
-
-# -- last resorts ----------------------------------------------------------------------------------------------------
 
 
 def default_handler(primitive: Any, *args: Any, **params: Any) -> Any:

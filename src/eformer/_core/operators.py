@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 # Filled in by `trace`, which stands above this module: runs f(*args) with dispatch.
@@ -37,8 +38,9 @@ class ArrayOperators:
     shape: Any
     dtype: Any
 
-    def _apply(self, f: Callable[..., Any], *args: Any) -> Any:
-        return apply(f, self, *args)
+    def astype(self, new_dtype: Any) -> Any:
+        """A new array of another dtype; this one does not change."""
+        return apply(lambda q: jax.lax.convert_element_type(q, new_dtype), self)
 
     def __getitem__(self, index: Any) -> Any:
         return apply(operator.getitem, self, index)

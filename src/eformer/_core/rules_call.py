@@ -21,15 +21,11 @@ from .trace import call_jaxpr, is_implicit, rule, run
 # -- shardings of a logical array, as shardings of the children that store it ------------------------------------------
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
 def child_specs(q: Any, spec: PartitionSpec) -> list[PartitionSpec] | None:
     """One PartitionSpec per leaf of `q`, or None if the array cannot be split that way."""
     mapped = q.child_specs(spec)
     if mapped is not None:
-        return jtu.tree_leaves(mapped, is_leaf=_is_spec)
+        return jtu.tree_leaves(mapped, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if all(part is None for part in spec):  # replicated means replicated, whatever the layout
         return [PartitionSpec() for _ in jtu.tree_leaves(q)]
     return None
@@ -73,8 +69,6 @@ def _sharding_constraint(primitive: Any, values: list[Any], params: dict[str, An
         return type(q).default_handler(primitive, q, params=params)
     return jtu.tree_map(jax.lax.with_sharding_constraint, q, target)
 
-
-# -- jit -------------------------------------------------------------------------------------------------------------
 
 _JIT_CACHE_SIZE = 1024
 _jit_cache: collections.OrderedDict[Any, tuple[Any, Any, list[Any]]] = collections.OrderedDict()
@@ -165,9 +159,6 @@ def _jit_options(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> dict[
     return options
 
 
-# -- checkpoint --------------------------------------------------------------------------------------------------------
-
-
 @rule("remat2", "checkpoint", "remat")
 def _checkpoint(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     jaxpr, prevent_cse = params["jaxpr"], params["prevent_cse"]
@@ -178,9 +169,6 @@ def _checkpoint(primitive: Any, values: list[Any], params: dict[str, Any]) -> li
 
 def _checkpointed(jaxpr: Any, prevent_cse: bool, policy: Any, values: list[Any]) -> list[Any]:
     return jax.checkpoint(lambda *a: call_jaxpr(jaxpr, a), prevent_cse=prevent_cse, policy=policy)(*values)
-
-
-# -- other calls -------------------------------------------------------------------------------------------------------
 
 
 @rule("closed_call", "core_call", "core_closed_call", "eval_jaxpr")
@@ -227,9 +215,6 @@ def _batched_dense(primitive: Any, value: Any, batched: Any, size: int) -> Any:
     flags = jtu.tree_leaves(batched)
     stacked = [x if b else jnp.broadcast_to(x, (size, *jnp.shape(x))) for x, b in zip(leaves, flags, strict=True)]
     return jax.vmap(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)))(*stacked)
-
-
-# -- identities on the storage -----------------------------------------------------------------------------------------
 
 
 @rule("copy", "copy_p", "name", "pvary", "pcast", "stop_gradient")

@@ -48,9 +48,6 @@ def _handled(trace: ImplicitTrace, primitive: Any, values: list[Any], params: di
     return [trace.wrap(o) for o in (out if isinstance(out, (list, tuple)) else [out])]
 
 
-# -- custom_jvp --------------------------------------------------------------------------------------------------------
-
-
 def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:
     values = [trace.unwrap(t) for t in tracers]
     fun, jvp, symbolic_zeros = params["fun"], params["jvp"], params["symbolic_zeros"]
@@ -86,9 +83,6 @@ def _dense_pair(primitive: Any, primal: Any, tangent: Any) -> tuple[Any, Any]:
     if all(map(jaxprs.is_symbolic_zero, tangents)):
         return dense_for(primitive, primal), jaxprs.symbolic_zero(primal.aval)
     return jvp_of_moving(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), leaves, tangents)
-
-
-# -- custom_vjp --------------------------------------------------------------------------------------------------------
 
 
 def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:
@@ -162,9 +156,6 @@ def _pull_back(value: Any, leaves: Any, cotangent: Any) -> Any:
     _, pull = jax.vjp(dense, *[m for m in moving if m is not None])
     found = iter(pull(materialize(cotangent)))
     return jtu.tree_unflatten(treedef, [None if m is None else next(found) for m in moving])
-
-
-# -- shard_map -------------------------------------------------------------------------------------------------
 
 
 def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ mean that an axis other than a batch axis was sliced, which is an error rather t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,9 +30,7 @@ _settled: dict[Any, tuple[bool, bool]] = {}
 
 
 class _State(threading.local):
-    def __init__(self) -> None:
-        self.keys: set[Any] = set()
-        self.depth = 0
+    keys: tuple[Any, ...] = ()  # of the arrays whose shapes are being derived, the outermost first
 
 
 _state = _State()
@@ -39,21 +38,17 @@ _state = _State()
 
 def deriving() -> bool:
     """Is `materialize` being called only to learn a shape?"""
-    return _state.depth > 0
+    return bool(_state.keys)
 
 
 @contextlib.contextmanager
 def _abstractly(key: Any) -> Iterator[None]:
-    _state.keys.add(key)
-    _state.depth += 1
+    outer = _state.keys
+    _state.keys = (*outer, key)
     try:
         yield
     finally:
-        _state.keys.discard(key)
-        _state.depth -= 1
-
-
-# -- leaves ----------------------------------------------------------------------------------------------------------
+        _state.keys = outer
 
 
 def leaf_key(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
@@ -95,9 +90,6 @@ def require_hashable(q: Any) -> None:
             raise errors.InvalidImplicitArrayError(message) from err
 
 
-# -- what an instance remembers ----------------------------------------------------------------------------------------
-
-
 def settle(q: Any) -> None:
     """Decide, once per instance, what it has to remember beside its children."""
     state = q.__dict__
@@ -137,8 +129,7 @@ def _what_to_keep(q: Any) -> tuple[bool, bool]:
 
 
 def _try_without(q: Any, shape: Any, dtype: Any) -> tuple[bool, bool]:
-    options = [(False, False), (False, True), (True, False), (True, True)]
-    for keep_shape, keep_dtype in options:
+    for keep_shape, keep_dtype in itertools.product((False, True), repeat=2):
         if (keep_shape and shape is None) or (keep_dtype and dtype is None):
             continue
         trial = _copy_declaring(q, shape if keep_shape else None, dtype if keep_dtype else None)
@@ -171,9 +162,6 @@ def compare(q: Any, what: str, declared: Any, found: Any) -> None:
         )
 
 
-# -- derivation ------------------------------------------------------------------------------------------------------
-
-
 def shape_and_dtype(q: Any) -> tuple[tuple[int, ...], Any]:
     """The logical shape and dtype of `q`."""
     known = q.__dict__.get("_known")
@@ -194,7 +182,7 @@ def derived(q: Any, index: int) -> Any:
 
     `materialize` may read one of them while we call it to learn them: then only declarations can answer.
     """
-    if _state.depth:
+    if _state.keys:
         leaves, treedef = jtu.tree_flatten(q)
         if (treedef, _keys_of(q, leaves)) in _state.keys:
             return _declared(q, DECLARED[index])

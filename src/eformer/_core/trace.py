@@ -172,9 +172,6 @@ def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
         return run(jaxprs.jaxpr_function(jaxpr), values)
 
 
-# -- dispatch --------------------------------------------------------------------------------------------------------
-
-
 def dispatch(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """The result of a primitive on values of which some are implicit. Runs under the parent trace."""
     out = call_handlers(primitive, values, params)
@@ -192,14 +189,8 @@ def call_handlers(primitive: Any, values: list[Any], params: dict[str, Any], che
     name = registry.filed_under(primitive)
     if name is None:
         return NotImplemented
-    operands, kinds = [], []
-    for value in values:
-        implicit = isinstance(value, ImplicitArray)
-        # Literals of a program have an aval, too, but no shape.
-        is_array = implicit or (hasattr(value, "aval") and hasattr(value, "shape"))
-        operands.append(value if is_array else jnp.asarray(value))
-        kinds.append(type(value) if implicit else jax.Array)
-    types = tuple(kinds)
+    operands = [_as_array(value) for value in values]
+    types = tuple([type(value) if isinstance(value, ImplicitArray) else jax.Array for value in values])
     out = _ask(primitive, name, types, operands, params, check)
     if out is not NotImplemented or name not in _COMMUTATIVE or types[0] is types[1]:
         return out

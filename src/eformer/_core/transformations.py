@@ -47,12 +47,12 @@ class Implicit:
         @functools.wraps(fn)
         def with_dispatch(*args: Any, **kwargs: Any) -> Any:
             leaves, treedef = jtu.tree_flatten((args, kwargs), is_leaf=_is_whole)
-            trace = ImplicitTrace(traces.current_trace(), traces.TraceTag())
+            trace = _trace_above()
             with traces.set_current_trace(trace):
                 args, kwargs = jtu.tree_unflatten(treedef, [trace.wrap(leaf) for leaf in leaves])
                 out = fn(*args, **kwargs)
             trace.closed = True
-            return jtu.tree_map(trace.unwrap, out, is_leaf=_is_whole)
+            return _unwrapped(trace, out)
 
         return with_dispatch  # pyright: ignore[reportReturnType]
 
@@ -108,12 +108,8 @@ def _block_above(parent: Any) -> ImplicitTrace:
 def _is_whole(x: Any) -> bool:
     """Is this handed over as it is? Implicit arrays are; so are the mutable modules and variables of Flax NNX, of which
     a copy would swallow every update. The arrays inside those enter when an operation meets them."""
-    return is_implicit(x) or isinstance(x, _nnx_references())
-
-
-def _nnx_references() -> tuple[type, ...]:
     nnx = sys.modules.get("flax.nnx")
-    return () if nnx is None else (nnx.Module, nnx.Variable)
+    return is_implicit(x) or (nnx is not None and isinstance(x, (nnx.Module, nnx.Variable)))
 
 
 # -- functions that run in steps: dispatch is on during each step, and off while they are suspended --------------------
@@ -151,14 +147,14 @@ class _Awaitable:
         return (yield from _steps(self.trace, self.inner))
 
 
-def _step_trace() -> ImplicitTrace:
+def _trace_above() -> ImplicitTrace:
     return ImplicitTrace(traces.current_trace(), traces.TraceTag())
 
 
 def _generator(fn: Any) -> Any:
     @functools.wraps(fn)
     def generator(*args: Any, **kwargs: Any) -> Any:
-        return (yield from _steps(_step_trace(), fn(*args, **kwargs)))
+        return (yield from _steps(_trace_above(), fn(*args, **kwargs)))
 
     return generator
 
@@ -166,7 +162,7 @@ def _generator(fn: Any) -> Any:
 def _coroutine(fn: Any) -> Any:
     @functools.wraps(fn)
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await _Awaitable(_step_trace(), fn(*args, **kwargs))
+        return await _Awaitable(_trace_above(), fn(*args, **kwargs))
 
     return coroutine
 
@@ -174,7 +170,7 @@ def _coroutine(fn: Any) -> Any:
 def _async_generator(fn: Any) -> Any:
     @functools.wraps(fn)
     async def generator(*args: Any, **kwargs: Any) -> Any:
-        trace, inner, sent = _step_trace(), fn(*args, **kwargs), None
+        trace, inner, sent = _trace_above(), fn(*args, **kwargs), None
         try:
             while True:
                 try:

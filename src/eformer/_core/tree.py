@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,70 +30,33 @@ def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any],
     The returned function takes `is_leaf=` like the original; a node is a leaf if either predicate holds. With
     `is_leaf_takes_path=True` the caller's predicate gets the path first, as in JAX.
     """
+    fixed, signature = is_leaf, inspect.signature(base_fn)
 
     @functools.wraps(base_fn)
-    def combined(*args: Any, is_leaf: Callable[..., bool] | None = None, **kwargs: Any) -> Any:
-        return base_fn(*args, is_leaf=_either(is_leaf, fixed), **kwargs)
+    def combined(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments.get("is_leaf")
+        # Predicates are called with a node, or with its path and the node.
+        call.arguments["is_leaf"] = lambda *node: fixed(node[-1]) or bool(given and given(*node))
+        return base_fn(*call.args, **call.kwargs)
 
-    fixed = is_leaf
     return combined
 
 
-def _either(is_leaf: Callable[..., bool] | None, fixed: Callable[[Any], bool] = leaf_predicate) -> Callable[..., bool]:
-    """True where one of the two is. Called with a node, or with its path and the node."""
-    return lambda *node: fixed(node[-1]) or bool(is_leaf and is_leaf(*node))
-
-
-IsLeaf = Callable[[Any], bool]
-IsLeafWithPath = Callable[..., bool]
-
-
-def tree_flatten_with_implicit(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
-    """`jax.tree_util.tree_flatten` with implicit arrays as leaves."""
-    return jtu.tree_flatten(tree, is_leaf=_either(is_leaf))
-
-
-def tree_leaves_with_implicit(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
-    """`jax.tree_util.tree_leaves` with implicit arrays as leaves."""
-    return jtu.tree_leaves(tree, is_leaf=_either(is_leaf))
-
-
-def tree_map_with_implicit(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf | None = None) -> Any:
-    """`jax.tree_util.tree_map` with implicit arrays as leaves."""
-    return jtu.tree_map(f, tree, *rest, is_leaf=_either(is_leaf))
-
-
-def tree_structure_with_implicit(tree: Any, is_leaf: IsLeaf | None = None) -> Any:
-    """`jax.tree_util.tree_structure` with implicit arrays as leaves."""
-    return jtu.tree_structure(tree, is_leaf=_either(is_leaf))
-
-
-def tree_flatten_with_path_with_implicit(
-    tree: Any, is_leaf: IsLeafWithPath | None = None, is_leaf_takes_path: bool = False
-) -> tuple[list[tuple[Any, Any]], Any]:
-    """`jax.tree_util.tree_flatten_with_path` with implicit arrays as leaves."""
-    return jtu.tree_flatten_with_path(tree, is_leaf=_either(is_leaf), is_leaf_takes_path=is_leaf_takes_path)
-
-
-def tree_map_with_path_with_implicit(
-    f: Callable[..., Any],
-    tree: Any,
-    *rest: Any,
-    is_leaf: IsLeafWithPath | None = None,
-    is_leaf_takes_path: bool = False,
-) -> Any:
-    """`jax.tree_util.tree_map_with_path` with implicit arrays as leaves."""
-    return jtu.tree_map_with_path(f, tree, *rest, is_leaf=_either(is_leaf), is_leaf_takes_path=is_leaf_takes_path)
+# The functions of `jax.tree_util`, with implicit arrays as leaves.
+tree_flatten_with_implicit = combine_leaf_predicate(jtu.tree_flatten, leaf_predicate)
+tree_leaves_with_implicit = combine_leaf_predicate(jtu.tree_leaves, leaf_predicate)
+tree_map_with_implicit = combine_leaf_predicate(jtu.tree_map, leaf_predicate)
+tree_structure_with_implicit = combine_leaf_predicate(jtu.tree_structure, leaf_predicate)
+tree_flatten_with_path_with_implicit = combine_leaf_predicate(jtu.tree_flatten_with_path, leaf_predicate)
+tree_map_with_path_with_implicit = combine_leaf_predicate(jtu.tree_map_with_path, leaf_predicate)
 
 
 def implicit_depth(tree: Any) -> int:
     """How deeply implicit arrays are nested: 0 if there are none, 1 if none holds another, and so on."""
     found = [leaf for leaf in tree_leaves_with_implicit(tree) if leaf_predicate(leaf)]
-    return max((1 + implicit_depth(_children(q)) for q in found), default=0)
-
-
-def _children(q: ImplicitArray) -> list[Any]:
-    return jtu.tree_leaves(q, is_leaf=lambda x: x is not q and leaf_predicate(x))
+    children = [jtu.tree_leaves(q, is_leaf=lambda x, q=q: x is not q and leaf_predicate(x)) for q in found]
+    return max((1 + implicit_depth(inside) for inside in children), default=0)
 
 
 def flatten_one_implicit_layer(tree: Any) -> tuple[list[Any], Any]:

@@ -18,8 +18,6 @@ from .traces import Tracer, is_staging
 
 ShapedArray = _core.ShapedArray
 
-# -- what a primitive gives --------------------------------------------------------------------------------------------
-
 _result_avals: dict[Any, list[Any] | None] = {}
 _RESULT_AVALS_LIMIT = 8192
 _aval = operator.attrgetter("aval")
@@ -48,9 +46,6 @@ def _evaluated(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> l
         return None
     out = abstract_eval(*map(jax.typeof, args), **params)[0]
     return list(out) if primitive.multiple_results else [out]
-
-
-# -- varying axes ------------------------------------------------------------------------------------------------------
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -105,9 +100,6 @@ def _varying(shape: tuple[int, ...], dtype: Any, like: Any, axes: frozenset[str]
 def typed_by_a_mesh(*values: Any) -> bool:
     """Do the types of values speak of a mesh? Otherwise nothing varies, and nothing is sharded explicitly."""
     return not all(jax.typeof(value).sharding.mesh.empty for value in values)
-
-
-# -- shardings ---------------------------------------------------------------------------------------------------------
 
 
 def explicit_sharding_of(leaf: Any) -> Any:

@@ -43,8 +43,6 @@ def read_by_array_constructor(depth: int = 2) -> bool:
     return asked
 
 
-# -- source locations --------------------------------------------------------------------------------------------------
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _source_info.register_exclusion(_PACKAGE + os.sep)
 
