@@ -165,7 +165,7 @@ def canonical_name(primitive: Any) -> str:
     known = primitives.primitive_names()
     if name in known:
         return name
-    in_lax = primitives.lax_primitive(primitive)
+    in_lax = getattr(jax.lax, f"{primitive}_p", None)
     if in_lax is not None:
         return canonical_name(in_lax)
     close = difflib.get_close_matches(primitive, sorted(known | set(_ALIASES)), n=5)

@@ -114,8 +114,6 @@ def check_size(size: int, stored: int, unit: int, name: str) -> int:
     return size
 
 
-# -- of arrays ---------------------------------------------------------------------------------------------------------
-
 _PLAIN = (bool, int, float, complex, str, bytes, list, dict, set)
 
 

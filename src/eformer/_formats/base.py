@@ -192,8 +192,6 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def _storage(self) -> str:
         return f"{self.format}, {self.bits_per_weight:.2f} bits per weight"
 
-    # -- sharding ------------------------------------------------------------------------------------------------------
-
     @property
     def is_sharded(self) -> bool:
         """Does this array carry a sharding?"""

@@ -179,18 +179,19 @@ _TABLE: dict[str, Handler] = {
 }
 
 
-def handler(name: str) -> Handler:
-    """The documented handler of this name, such as `add_nf4_xy`, for the module of its format."""
-    tag = next(t for t in ("nf4", "8bit", "1bit") if f"_{t}_" in name)
-    operation, operands = name.split(f"_{tag}_")
-    function = _TABLE[f"{operation}_{{}}_{operands}"]
+def handlers(tag: str) -> list[Handler]:
+    """The documented handlers of a format, in the order of the table, for its module."""
+    return [_documented(name.format(tag), tag, function) for name, function in _TABLE.items()]
 
+
+def _documented(name: str, tag: str, function: Handler) -> Handler:
     @functools.wraps(function)  # keeps the documented signature
     def documented(primitive: Any, *args: Any, **params: Any) -> Any:
         return function(primitive, *args, **params)
 
     documented.__name__ = documented.__qualname__ = name
     documented.__module__ = f"eformer.ops.quantization.implicit_array_{tag}"
+    operation = name.split(f"_{tag}_")[0]
     documented.__doc__ = f"Handler of {operation} for operands of this format, called as handler(primitive, ...)."
     return documented
 

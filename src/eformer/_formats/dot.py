@@ -212,9 +212,6 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     return y if y is NotImplemented else y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
 
 
-# -- ragged_dot --------------------------------------------------------------------------------------------------------
-
-
 @register("ragged_dot_general")
 def ragged_dot_general(
     primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any

@@ -93,9 +93,6 @@ def _clamped(start: Any, last: int) -> jax.Array:
     return jnp.clip(lax.convert_element_type(start, wide), 0, last).astype(jnp.int32)
 
 
-# -- taking out --------------------------------------------------------------------------------------------------------
-
-
 def _taken(q: Any, starts: Starts, sizes: Sequence[int]) -> tuple[list[int], Any]:
     """The slices, behind the axes of the indices: logical axes that are left, and a dense array of them, or weights."""
     blocked, whole = blocked_axis(q), [axis for axis in range(q.ndim) if axis not in starts]
@@ -180,9 +177,6 @@ def _mapped(function: Callable[..., Any], times: int) -> Callable[..., Any]:
     for _ in range(times):
         function = jax.vmap(function)
     return function
-
-
-# -- putting where they belong -----------------------------------------------------------------------------------------
 
 
 def _filled(values: jax.Array, outside: Any, fill: Any) -> jax.Array:

@@ -91,16 +91,13 @@ def called(function: Any, *args: Any) -> list[Any]:
     return list(function.call_wrapped(*args))
 
 
-def wrap_function(fun: Callable[..., Any], like: Any) -> Any:
-    """Dress `fun` as the kind of function JAX passes around, with the debug information of another."""
-    return _linear_util.wrap_init(fun, debug_info=like.debug_info)
-
-
 def bind_functions(
     primitive: Any, trace: Any, args: Sequence[Any], params: dict[str, Any], functions: dict[str, Any]
 ) -> Any:
     """Bind custom_jvp or custom_vjp on `trace`; `functions` stand for the parameters of the same names, in order."""
-    subfuns = tuple(f if f is params[name] else wrap_function(f, params[name]) for name, f in functions.items())
+    pairs = [(f, params[name]) for name, f in functions.items()]
+    wrap = _linear_util.wrap_init  # what JAX passes around, with the debug information of what it stands for
+    subfuns = tuple(f if f is old else wrap(f, debug_info=old.debug_info) for f, old in pairs)
     rest = {name: value for name, value in params.items() if name not in functions}
     return bind_at(primitive, trace, args, {**rest, "subfuns": subfuns})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax._src import dispatch as _dispatch
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -61,8 +60,3 @@ def primitive_names() -> frozenset[str]:
     names.update(p.name for p in vars(_ext.primitives).values() if isinstance(p, Primitive))
     names.update(("custom_jvp_call", "custom_vjp_call", "shard_map", "call_hi_primitive"))
     return frozenset(names) | _LAZY_NAMES
-
-
-def lax_primitive(name: str) -> Any:
-    """`jax.lax.<name>_p`, if there is one."""
-    return getattr(jax.lax, f"{name}_p", None)

@@ -63,10 +63,6 @@ def _result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
     return [((x.shape[0], codes.shape[1] if parameters.form == "dot" else parameters.cols), parameters.out_dtype)]
 
 
-def _problem(parameters: Parameters, platform: str, x: Any, codes: Any, sizes: Any, scale: Any = None) -> Problem:
-    return problem_of(parameters, platform, x, codes, scale)
-
-
 def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None) -> jax.Array:
     """The product in plain JAX, one tile of one expert at a time."""
     parameters = problem.parameters
@@ -77,26 +73,23 @@ def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, s
     def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
         values, group, used = tile
         part = None if scale is None else scale[group]
+        # Inside shard_map both branches must vary over the same axes.
+        axes = frozenset[str]().union(*map(varying_axes, (values, group, codes)))
         return None, lax.cond(
             used,
             lambda: PRODUCT.bind(parameters, values, codes[group], part, announced=True),
-            lambda: _as_varying(jnp.zeros((values.shape[0], shape[1]), dtype), values, group, codes),
+            lambda: vary(jnp.zeros((values.shape[0], shape[1]), dtype), axes),
         )
 
     rows = x.at[tiles.rows].get(mode="fill", fill_value=0)
     return joined(tiles, lax.scan(step, None, (rows, tiles.group, tiles.rows[:, 0] < m))[1])
 
 
-def _as_varying(empty: jax.Array, *like: jax.Array) -> jax.Array:
-    """Both branches of a cond must vary over the same axes inside shard_map."""
-    return vary(empty, frozenset[str]().union(*map(varying_axes, like)))
-
-
 GROUPED_PRODUCT = Operation(
     "qragged_dot",
     ("x", "codes", "group_sizes", "scale"),
     result=_result,
-    problem=_problem,
+    problem=lambda parameters, platform, x, codes, sizes, *scale: problem_of(parameters, platform, x, codes, *scale),
     candidates=(
         Candidate("native_cpu", "native", cpu.refuses_product, cpu.qragged),
         Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),

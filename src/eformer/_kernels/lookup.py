@@ -58,17 +58,9 @@ def _inside(indices: jax.Array, rows: int) -> jax.Array:
     return jnp.clip(indices, 0, rows - 1)
 
 
-def _result(parameters: Parameters, codes: Any, indices: Any, *scale: Any) -> Any:
-    return [((*indices.shape, parameters.cols), parameters.out_dtype)]
-
-
 def _problem(parameters: Parameters, platform: str, codes: Any, indices: Any, scale: Any = None) -> Problem:
     found = jax.ShapeDtypeStruct((math.prod(indices.shape), parameters.cols), np.float32)
     return problem_of(parameters, platform, found, codes, scale)
-
-
-def _sharded_like(parameters: Parameters, codes: Any, indices: Any, *scale: Any) -> Any:
-    return [*((indices, axis) for axis in range(indices.ndim)), (codes, 1)]
 
 
 def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
@@ -95,7 +87,7 @@ def _decoded(problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any 
 LOOKUP = Operation(
     "qgather",
     ("codes", "indices", "scale"),
-    result=_result,
+    result=lambda parameters, codes, indices, *scale: [((*indices.shape, parameters.cols), parameters.out_dtype)],
     problem=_problem,
     candidates=(
         Candidate("native_cpu", "native", cpu.refuses_gather, cpu.qgather),
@@ -105,7 +97,7 @@ LOOKUP = Operation(
     ),
     batch=_batch,
     split=split_lookup,
-    sharded_like=_sharded_like,
+    sharded_like=lambda _, codes, indices, *scale: [*((indices, i) for i in range(indices.ndim)), (codes, 1)],
     arrange=_with_flat_indices,
     derivative="refused",
 )

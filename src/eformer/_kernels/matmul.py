@@ -101,13 +101,6 @@ def explain(problem: Problem) -> Choice:
     return PRODUCT.choice(problem)
 
 
-# -- the declaration ---------------------------------------------------------------------------------------------------
-
-
-def product_result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
-    return [(out_shape(parameters, x, codes), parameters.out_dtype)]
-
-
 def product_sharded_like(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Axes:
     """Rows as x has them, columns as the codes have them."""
     column = codes.ndim - parameters.format.core_ndim + (parameters.form == "axpy")
@@ -191,7 +184,7 @@ def _tiny(problem: Problem) -> str | None:
 PRODUCT = Operation(
     "qmatmul",
     ("x", "codes", "scale"),
-    result=product_result,
+    result=lambda parameters, x, codes, *rest: [(out_shape(parameters, x, codes), parameters.out_dtype)],
     problem=problem_of,
     candidates=(
         Candidate("native_cpu", "native", cpu.refuses_product, cpu.qmatmul),

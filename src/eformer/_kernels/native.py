@@ -79,9 +79,6 @@ def _other_than(allowed: tuple[np.dtype, ...], **dtypes: Any) -> str | None:
     return None
 
 
-# -- shared libraries --------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Library:
     """What a library of kernels is called and must contain.
@@ -169,8 +166,6 @@ def _register(library: Library, handle: Any) -> None:
     for target, symbol in library.targets:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform=platform)
 
-
-# -- custom calls ------------------------------------------------------------------------------------------------------
 
 Result = tuple[tuple[int, ...], Any]  # shape and dtype
 

@@ -96,7 +96,6 @@ class Operation:
         record("kernel", **facts, problem=problem)
 
     def compute(self, problem: Problem, *operands: Any) -> Any:
-        """Run the chosen implementation."""
         return self.arrange(choose(self.candidates, problem)[0].run, problem, *operands)
 
     # -- the rules of the primitive ------------------------------------------------------------------------------------

@@ -68,12 +68,6 @@ class Rule:
         return tuple(name for name, _ in self.counts if name not in kept)
 
 
-def columns(groups: int, group: int) -> str:
-    """The label of an axis of columns that are stored in groups."""
-    # Shardy refuses a product of factors one of which has size 1.
-    return "q" if group == 1 else "s" if groups == 1 else "(q s)"
-
-
 def pad_last(array: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, extra)])
 
@@ -247,9 +241,6 @@ def _lookup(operation: Any, problem: Problem, shape: tuple[int, ...]) -> Any:
     return splittable(rule, functools.partial(operation.compute, problem), local, problem.out_dtype)
 
 
-# -- what the rules share ----------------------------------------------------------------------------------------------
-
-
 def _in_whole_groups(problem: Problem, x: Any, codes: jax.Array, scale: tuple[Any, ...]) -> tuple[Problem, Any, Any]:
     """The problem with all columns the codes hold, and x and scale padded to them: rules need whole groups."""
     cols = problem.format.columns_held(codes)
@@ -289,7 +280,9 @@ def _stored_labels(problem: Problem) -> tuple[str, Factors, tuple[str, ...], lis
     """The label of columns, the factors r (rows) and q (groups of columns), and labels of codes and scale."""
     group = _group(problem)
     groups = problem.cols // group
-    wide, blocked = columns(groups, group), problem.format.blocked
+    # Shardy refuses a product of factors one of which has size 1.
+    wide = "q" if group == 1 else "s" if groups == 1 else "(q s)"
+    blocked = problem.format.blocked
     scale: list[tuple[str, ...]] = []
     if problem.scale_shape is not None and blocked:
         scale = [("r", "q")]

@@ -70,16 +70,11 @@ def choose(candidates: Sequence[Candidate], problem: Problem) -> tuple[Candidate
         off = refusal(problem.fmt) if candidate.kind == "native" else None
         why = off or candidate.supports(problem)
         if why is None:
-            others = _others(ranked, candidate.name, rejected)
-            return candidate, Choice(candidate.name, _reason(problem, candidate), others)
+            reason = candidate.why or f"quickest implementation for {problem.fmt} on {problem.platform}"
+            reason = f"preference={problem.preference!r}" if candidate.kind == problem.preference else reason
+            return candidate, Choice(candidate.name, reason, _others(ranked, candidate.name, rejected))
         rejected.append((candidate.name, why))
     raise AssertionError(f"no implementation takes {problem}; the last one should")
-
-
-def _reason(problem: Problem, candidate: Candidate) -> str:
-    if candidate.kind == problem.preference:
-        return f"preference={problem.preference!r}"
-    return candidate.why or f"quickest implementation for {problem.fmt} on {problem.platform}"
 
 
 def _others(ranked: Sequence[Candidate], chosen: str, rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

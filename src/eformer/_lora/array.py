@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray, aux_field, default_handler, implicit, materialize, register
+from eformer._core.trace import is_implicit
 from eformer._formats import sharding as _sharding
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import common, wide
@@ -55,7 +56,7 @@ class LoraArray(ImplicitArray, frozen=True):
     @property
     def format(self) -> str:
         """The format of `w`, and the rank."""
-        base = (getattr(self.w, "format", None) or type(self.w).__name__) if _is_implicit(self.w) else self.w.dtype.name
+        base = (getattr(self.w, "format", None) or type(self.w).__name__) if is_implicit(self.w) else self.w.dtype.name
         return f"{base} + lora {self.rank}" if is_storage(self.a) else f"{base} + lora"
 
     def compute_shape(self) -> tuple[int, ...]:
@@ -79,18 +80,15 @@ class LoraArray(ImplicitArray, frozen=True):
         """The dense array, summed in f32 at least and rounded once to the dtype of `w`."""
         return _sum(self.frozen(), self.update())
 
-    # -- sharding ------------------------------------------------------------------------------------------------------
-
     @property
     def sharding(self) -> Any:
-        """The sharding of `w`."""
         return getattr(self.w, "sharding", None)
 
     def child_specs(self, spec: PartitionSpec) -> Any:
         """One PartitionSpec per stored array: factors are split as the axes they share with `w`, the rank is not."""
         entries = _sharding.full_spec(spec, self.ndim, repr(self))
         middle = len(entries) - self.right
-        w = self.w.child_specs(spec) if _is_implicit(self.w) else PartitionSpec(*entries)
+        w = self.w.child_specs(spec) if is_implicit(self.w) else PartitionSpec(*entries)
         a = PartitionSpec(*entries[:middle], None)
         b = PartitionSpec(*entries[: middle - self.left], None, *entries[middle:])
         return None if w is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, a, b))
@@ -98,9 +96,9 @@ class LoraArray(ImplicitArray, frozen=True):
     def with_sharding(self, sharding: NamedSharding) -> LoraArray:
         """A copy split over devices as `sharding` splits the logical array."""
         specs = self.child_specs(sharding.spec)
-        if _is_implicit(self.w) and not hasattr(self.w, "with_sharding"):
+        if is_implicit(self.w) and not hasattr(self.w, "with_sharding"):
             raise TypeError(f"{self.w!r} cannot be split over devices.")
-        w = self.w.with_sharding(sharding) if _is_implicit(self.w) else jax.device_put(self.w, sharding)
+        w = self.w.with_sharding(sharding) if is_implicit(self.w) else jax.device_put(self.w, sharding)
         factors = (
             jax.device_put(x, NamedSharding(sharding.mesh, s)) for x, s in ((self.a, specs.a), (self.b, specs.b))
         )
@@ -110,10 +108,6 @@ class LoraArray(ImplicitArray, frozen=True):
         if not is_storage(self.a, self.b):
             raise TypeError("its factors were taken out by `split_trainable`")
         return f"{self.format}, {self.nbytes:,} bytes"
-
-
-def _is_implicit(x: Any) -> bool:
-    return isinstance(x, ImplicitArray)
 
 
 def check_shapes(q: LoraArray) -> None:
@@ -182,7 +176,7 @@ def _factor_dtype(x: jax.Array, q: LoraArray) -> Any:
 
 def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
     """An operation on the weight. Handlers run outside dispatch, so it is turned on again for an implicit one."""
-    return implicit(op)(*operands) if any(isinstance(x, ImplicitArray) for x in operands) else op(*operands)
+    return implicit(op)(*operands) if any(map(is_implicit, operands)) else op(*operands)
 
 
 def _labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any, Any, Any, Any]:

@@ -152,7 +152,9 @@ def split_trainable(params: Any, also: str | Iterable[str] = ()) -> tuple[dict[s
         if id(value) in opened:
             continue
         if isinstance(value, LoraArray):
-            opened[id(value)] = _opened(value, leaf.path, trainable)
+            prefix = f"{leaf.path}/" if leaf.path else ""
+            factors = (_hole(f"{prefix}{name}", getattr(value, name), trainable) for name in ("a", "b"))
+            opened[id(value)] = _with_parts(value, value.w, *factors)
         elif _is_dense(value) and (hits := [p.pattern for p in patterns if p.matches(leaf.path)]):
             used.update(hits)
             opened[id(value)] = _hole(leaf.path, value, trainable)
@@ -202,11 +204,6 @@ def lora_mask(params: Any) -> Any:
 def _is_dense(value: Any) -> bool:
     is_array = isinstance(value, (jax.Array, np.ndarray)) and not isinstance(value, ImplicitArray)
     return is_array and jnp.issubdtype(value.dtype, jnp.floating)
-
-
-def _opened(q: LoraArray, path: str, trainable: dict[str, Any]) -> LoraArray:
-    prefix = f"{path}/" if path else ""
-    return _with_parts(q, q.w, _hole(f"{prefix}a", q.a, trainable), _hole(f"{prefix}b", q.b, trainable))
 
 
 def _with_parts(q: LoraArray, *parts: Any) -> LoraArray:

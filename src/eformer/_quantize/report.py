@@ -163,9 +163,6 @@ def _energies(value: Any, original: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(jnp.square(difference)), jnp.sum(jnp.square(original))
 
 
-# -- the table and the picture -----------------------------------------------------------------------------------------
-
-
 COLUMNS = ("path", "format", "shape", "bytes", "bits/weight", "rel. error", "SQNR dB")
 
 

@@ -41,15 +41,10 @@ def reporter(progress: Reporter | bool | None, title: str) -> Iterator[Reporter]
 
     `progress` is that function, or True for a bar, False for nothing, None for a bar if stderr is a terminal.
     """
-    if callable(progress):
-        yield progress
-        return
     if progress is None:
         progress = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    if not progress:
-        yield lambda step: None
-        return
-    with _bar(title) as update:
+    plain = progress if callable(progress) else lambda step: None
+    with _bar(title) if progress and not callable(progress) else contextlib.nullcontext(plain) as update:
         yield update
 
 

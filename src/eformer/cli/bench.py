@@ -87,7 +87,6 @@ def _kernel(product: Any, x: Any, w: Any) -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the table."""
     k, n = found["size"]
     title = f"{k} × {n} weights, {found['dtype']} x, {found['device']} (ratio below 1: faster than dense)"
     show_rows(title, found["rows"])

@@ -57,7 +57,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(found: FileReport) -> None:
-    """Print the tables."""
     print_table(f"{found.file} ({found.kind})", COLUMNS, found.rows())
     print_table(
         f"{len(found.tensors)} tensors, {found.nbytes:,} bytes",

@@ -157,7 +157,6 @@ def summary(done: StreamReport, warnings: list[str]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the table."""
     print_table(
         found["file"],
         ["format", "tensors", "bytes before", "bytes after"],

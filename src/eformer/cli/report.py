@@ -76,7 +76,6 @@ def _original(path: Path, leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(title: str, found: Report) -> None:
-    """Print the table."""
     print_table(title, COLUMNS, found.rows(digits=4))
     share = found.nbytes / max(found.dense_nbytes, 1)
     print(
@@ -232,7 +231,6 @@ def _summed(value: Any, role: Role, mesh: AbstractMesh, spec: PartitionSpec) -> 
 
 
 def _show_mesh(data: Mapping[str, Any]) -> None:
-    """Print the table."""
     axes = ", ".join(f"{name}={size}" for name, size in data["axes"].items())
     print_table(
         f"on a mesh of {axes} ({data['devices']} devices)",

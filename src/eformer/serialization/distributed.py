@@ -70,13 +70,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def agree(what: str, words: list[str]) -> None:
-    """Raise unless all processes sent the same."""
-    for process, word in enumerate(words):
-        if word != words[0]:
-            raise ProcessError(f"{what} differ: process 0 has {words[0]:.300}, process {process} has {word:.300}.")
-
-
 def save_distributed(
     path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None, timeout: float = 600.0
 ) -> Path:
@@ -181,7 +174,7 @@ def _commit(path: Path, contents: DescribedTree, names: Sequence[str], extra: Ma
             full = (*(tuple(b) for b in bounds), *((0, size) for size in stored[len(bounds) :]))
             pieces[tensor].append(Piece(name, piece, full))
     wholes = {name: Whole(t.dtype, t.shape, tuple(pieces[name])) for name, t in layouts.items()}
-    commit_pieces(path, contents, wholes, names, extra)
+    commit_pieces(path, contents, wholes, extra)
 
 
 Specs = Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]]
@@ -214,7 +207,11 @@ def load_distributed(
     pairs = _pairs(specs)
     checkpoint = _Placed(path, mesh, pairs)
     view = [sorted(mesh.shape.items()), [(p, str(s)) for p, s in pairs], checkpoint.identity()]
-    agree(f"what processes load from {Path(path).name}", exchange(f"load {path}", json.dumps(view), timeout))
+    words = exchange(f"load {path}", json.dumps(view), timeout)
+    for process, word in enumerate(words):
+        if word != words[0]:
+            what = f"process 0 has {words[0]:.300}, process {process} has {word:.300}."
+            raise ProcessError(f"what processes load from {Path(path).name} differ: {what}")
     return restore_tree(checkpoint)
 
 

@@ -51,21 +51,18 @@ def refuses_operands(problem: Problem) -> str | None:
 
 
 def qmatmul(problem: Problem, *operands: Any, **options: Any) -> jax.Array:
-    """The product of one problem, batch axes included."""
     from . import _matmul
 
     return _matmul.qmatmul(problem, *operands, **options)
 
 
 def qragged(problem: Problem, *operands: Any, **options: Any) -> jax.Array:
-    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     from . import _matmul
 
     return _matmul.qragged(problem, *operands, **options)
 
 
 def qgather(problem: Problem, *operands: Any, **options: Any) -> jax.Array:
-    """Decoded rows for indices (n,) inside the table."""
     from . import _lookup
 
     return _lookup.qgather(problem, *operands, **options)

@@ -38,7 +38,7 @@ def qgather(
     permute = can_permute() if permute is None else permute
     units = units_of(fmt, problem.cols, problem.block)
     size = _units_per_step(fmt, units, problem.block)
-    specs = _nf4_specs(problem, size) if fmt == "nf4" else [_row_spec(problem, size)]
+    specs = _specs(problem, size)
     rows = pl.pallas_call(
         lambda numbers, *refs: _body(problem, permute, numbers, *refs),
         grid_spec=grid_spec(
@@ -68,7 +68,10 @@ def _units_per_step(fmt: str, units: int, block: int | None) -> int:
     return step * (_UNITS[fmt] // step) if step <= _UNITS[fmt] else units
 
 
-def _nf4_specs(problem: Any, size: int) -> list[pl.BlockSpec]:
+def _specs(problem: Any, size: int) -> list[pl.BlockSpec]:
+    if problem.fmt != "nf4":
+        at_row = lambda i, u, numbers: (lax.div(numbers[i], TILE_ROWS), u)  # noqa: E731
+        return [pl.BlockSpec((min(problem.rows, TILE_ROWS), size), at_row)]
     scales = size // (problem.block // 8)
     lanes = min(problem.rows, TILE_LANES)
 
@@ -76,10 +79,6 @@ def _nf4_specs(problem: Any, size: int) -> list[pl.BlockSpec]:
         return u, lax.div(numbers[i], TILE_LANES)
 
     return [pl.BlockSpec((4 * size, lanes), at), pl.BlockSpec((scales, lanes), at)]
-
-
-def _row_spec(problem: Any, size: int) -> pl.BlockSpec:
-    return pl.BlockSpec((min(problem.rows, TILE_ROWS), size), lambda i, u, numbers: (lax.div(numbers[i], TILE_ROWS), u))
 
 
 def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> None:

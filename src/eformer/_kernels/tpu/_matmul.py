@@ -136,9 +136,6 @@ def weave(y: jax.Array, g: Geometry) -> jax.Array:
     return y if g.planes == 1 else y.transpose(0, 3, 1, 4, 2).reshape(y.shape[0], g.m, -1)
 
 
-# -- the kernel --------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """The static side of one call."""
@@ -157,13 +154,11 @@ class Kernel:
         g = self.geometry
         return (g.row_steps, g.unit_steps) if self.form == "dot" else (g.unit_steps, g.row_steps)
 
-    def split_shape(self, tiles: int) -> tuple[int, ...]:
-        g = self.geometry
-        return (tiles, g.m, g.units) if g.planes == 1 else (tiles, g.unit_steps, g.planes, g.m, g.bu)
-
     def y_shape(self, tiles: int) -> tuple[int, ...]:
         g = self.geometry
-        return (tiles, g.m, g.rows) if self.form == "dot" else self.split_shape(tiles)
+        if self.form == "dot" or g.planes == 1:
+            return tiles, g.m, g.rows if self.form == "dot" else g.units
+        return tiles, g.unit_steps, g.planes, g.m, g.bu
 
 
 def call(
@@ -268,9 +263,6 @@ def _factor_spec(kernel: Kernel) -> pl.BlockSpec:
     if g.planes == 1:
         return pl.BlockSpec((None, 1, g.bu), _index(kernel, lambda i, m, r, u: (i, 0, u)))
     return pl.BlockSpec((None, None, g.planes, 1, g.bu), _index(kernel, lambda i, m, r, u: (i, u, 0, 0, 0)))
-
-
-# -- what a step does --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

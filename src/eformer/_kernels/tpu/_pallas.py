@@ -67,9 +67,6 @@ def precision(asked: Any) -> lax.Precision:
     return lax.Precision.DEFAULT if all(level in fast for level in levels) else lax.Precision.HIGHEST
 
 
-# -- codes to values ---------------------------------------------------------------------------------------------------
-
-
 def nf4_planes(words: jax.Array, scale: jax.Array, *, permute: bool) -> Iterator[jax.Array]:
     """(units, rows) words and (scales, rows) -> eight float32 planes of the shape of the words."""
     units, rows = words.shape

@@ -205,9 +205,5 @@ def _sums(operands: Sequence[jax.Array], axes: tuple[int, ...]) -> list[jax.Arra
     for first in range(0, len(operands), 4):
         some = tuple(operands[first : first + 4])
         zeros = tuple(zeros_like_in((), operand.dtype, operand) for operand in some)
-        found += lax.reduce(some, zeros, _add_all, axes)
+        found += lax.reduce(some, zeros, lambda left, right: [a + b for a, b in zip(left, right, strict=True)], axes)
     return found
-
-
-def _add_all(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))

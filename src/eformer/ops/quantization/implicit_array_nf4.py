@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from eformer._formats.documented import handler as _handler
+from eformer._formats.documented import handlers as _handlers
 from eformer._formats.documented import public_names as _public_names
 from eformer._formats.nf4.array import ArrayNF4 as ArrayNF4
 from eformer._formats.nf4.array import straight_through_nf4 as straight_through_nf4
@@ -30,24 +30,10 @@ def safe_delete(arr: jax.Array | ArrayNF4 | Any, materialized: bool) -> None:
     del arr, materialized
 
 
-add_nf4_xy = _handler("add_nf4_xy")
-lt_nf4_xy = _handler("lt_nf4_xy")
-max_nf4_xy = _handler("max_nf4_xy")
-mul_nf4_xy = _handler("mul_nf4_xy")
-div_nf4_xy = _handler("div_nf4_xy")
-exp_nf4_x = _handler("exp_nf4_x")
-log_nf4_x = _handler("log_nf4_x")
-sqrt_nf4_x = _handler("sqrt_nf4_x")
-integer_pow_nf4_x = _handler("integer_pow_nf4_x")
-integer_pow_nf4_xy = _handler("integer_pow_nf4_xy")
-reduce_nf4_operand_init_value = _handler("reduce_nf4_operand_init_value")
-conv_general_dilated_nf4_lhs_rhs = _handler("conv_general_dilated_nf4_lhs_rhs")
-dot_general_nf4_lhs_rhs = _handler("dot_general_nf4_lhs_rhs")
-concatenate_nf4_operands = _handler("concatenate_nf4_operands")
-convert_element_type_nf4_operand_kw = _handler("convert_element_type_nf4_operand_kw")
-convert_element_type_nf4_operand_pos = _handler("convert_element_type_nf4_operand_pos")
-broadcast_in_dim_nf4_operand = _handler("broadcast_in_dim_nf4_operand")
-gather_nf4_operand = _handler("gather_nf4_operand")
-reshape_nf4_operand = _handler("reshape_nf4_operand")
-transpose_nf4_operand = _handler("transpose_nf4_operand")
+(
+    add_nf4_xy, lt_nf4_xy, max_nf4_xy, mul_nf4_xy, div_nf4_xy, exp_nf4_x, log_nf4_x, sqrt_nf4_x, integer_pow_nf4_x,
+    integer_pow_nf4_xy, reduce_nf4_operand_init_value, conv_general_dilated_nf4_lhs_rhs, dot_general_nf4_lhs_rhs,
+    concatenate_nf4_operands, convert_element_type_nf4_operand_kw, convert_element_type_nf4_operand_pos,
+    broadcast_in_dim_nf4_operand, gather_nf4_operand, reshape_nf4_operand, transpose_nf4_operand,
+) = _handlers("nf4")  # fmt: skip
 globals().update(__all__=_public_names(globals()))

@@ -181,8 +181,6 @@ class LazyCheckpoint(NamedLeaves):
         with about(self.path, name):
             return restore(self.description(name), fetch), tensors
 
-    # -- reading -------------------------------------------------------------------------------------------------------
-
     def _fetch(self, tensor: str, dtype: Any = None, numpy: bool = False) -> Any:
         view = self._owners[tensor].view(tensor)
         return self._finish(view if dtype is None else from_stored(view, dtype), numpy)

@@ -105,9 +105,6 @@ def shards_of(leaves: Sequence[Leaf], max_shard_size: int | str | None) -> list[
     return [*groups]
 
 
-# -- sets of files -----------------------------------------------------------------------------------------------------
-
-
 def shard_names(path: Path, count: int, tag: str) -> list[str]:
     """Names of a set of files. The tag keeps a new set apart from an old one until the index says which counts."""
     stem = path.name.removesuffix(SUFFIX)
@@ -149,27 +146,20 @@ def commit(path: Path, contents: DescribedTree, files: Sequence[FilePlan], extra
         _remove(path, old)
         return path
     owners = {tensor: file.path.name for file in files for leaf in file.leaves for tensor in leaf.tensors}
-    _write_index(path, contents, tree_metadata(contents), owners, {file.path.name for file in files}, extra)
+    _write_index(path, contents, tree_metadata(contents), owners, extra)
     return index_path(path)
 
 
-def commit_pieces(
-    path: Path, contents: DescribedTree, wholes: Mapping[str, Whole], names: Sequence[str], extra: Mapping[str, str]
-) -> None:
-    """The same for a checkpoint whose tensors lie in pieces, in files of these names."""
+def commit_pieces(path: Path, contents: DescribedTree, wholes: Mapping[str, Whole], extra: Mapping[str, str]) -> None:
+    """The same for a checkpoint whose tensors lie in pieces."""
     owners = {piece.name: piece.file for whole in wholes.values() for piece in whole.pieces}
     pieces = {name: whole.describe() for name, whole in wholes.items()}
     described = tree_metadata(contents) | leaves_metadata(contents.leaves) | {"pieces": pieces}
-    _write_index(path, contents, described, owners, set(names), extra)
+    _write_index(path, contents, described, owners, extra)
 
 
 def _write_index(
-    path: Path,
-    contents: DescribedTree,
-    described: Any,
-    owners: Mapping[str, str],
-    files: set[str],
-    extra: Mapping[str, str],
+    path: Path, contents: DescribedTree, described: Any, owners: Mapping[str, str], extra: Mapping[str, str]
 ) -> None:
     old = _files_of_set(path)
     total = sum(leaf.nbytes for leaf in contents.leaves)
@@ -177,7 +167,7 @@ def _write_index(
     with atomic_file(index_path(path)) as file:
         file.write(json.dumps({"metadata": metadata, "weight_map": owners}, indent=1).encode())
     path.unlink(missing_ok=True)  # a single file of an earlier save
-    _remove(path, old - files)
+    _remove(path, old - set(owners.values()))
 
 
 def _files_of_set(path: Path) -> set[str]:

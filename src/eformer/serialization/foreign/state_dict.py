@@ -20,18 +20,8 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.load import NamedLeaves, restore_like, restore_tree
 from ..safetensors.header import CODES, about, check_shape, fits_jax, from_stored, named_dtype
-from ..tree.describe import (
-    KEY,
-    NO_STRUCTURE,
-    describe_tree,
-    described_leaf,
-    dumped,
-    host,
-    leaves_metadata,
-    loaded,
-    restore,
-    tree_metadata,
-)
+from ..tree import describe
+from ..tree.describe import KEY, described_leaf
 from ..tree.saved_types import saved_classes
 from ..tree.structure import named_leaves
 
@@ -46,18 +36,18 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     >>> sorted(to_state_dict({"w": quantize(jnp.ones((64, 2)), dtype="nf4")})["tensors"])
     ['w.absmax', 'w.packed']
     """
-    contents = describe_tree(tree)
+    contents = describe.describe_tree(tree)
     arrays = {name: array for leaf in contents.leaves for name, array in leaf.tensors.items()}
     layouts = {t.name: [t.dtype.name, list(t.shape)] for leaf in contents.leaves for t in leaf.layout()}
-    described = leaves_metadata(contents.leaves) | tree_metadata(contents) | {"layouts": layouts}
+    described = describe.leaves_metadata(contents.leaves) | describe.tree_metadata(contents) | {"layouts": layouts}
     # Orbax refuses arrays without entries; their layouts say all there is to know.
     kept = {name: _plain(name, array) for name, array in arrays.items() if array.size}
-    return {_TENSORS: kept, KEY: np.frombuffer(dumped(described).encode(), np.uint8)}
+    return {_TENSORS: kept, KEY: np.frombuffer(describe.dumped(described).encode(), np.uint8)}
 
 
 def _plain(name: str, array: Any) -> Any:
     is_plain = isinstance(array, jax.Array) and array.dtype in CODES
-    return array if is_plain else host(array, name)
+    return array if is_plain else describe.host(array, name)
 
 
 def from_state_dict(state: Mapping[str, Any], like: Any = None, *, strict: bool = True) -> Any:
@@ -72,11 +62,11 @@ class _StateLeaves(NamedLeaves):
             raise CheckpointError(f"the state has no {_TENSORS!r} and {KEY!r}.", fix="Make it with to_state_dict.")
         self._arrays = state[_TENSORS]
         raw = np.asarray(state[KEY])
-        described = loaded(raw.tobytes().decode("utf-8", "replace"), "the state")
+        described = describe.loaded(raw.tobytes().decode("utf-8", "replace"), "the state")
         self._layouts = described.get("layouts", {})
         if raw.dtype != np.uint8 or not isinstance(self._layouts, dict):
             raise CheckpointError("the state has metadata that it should not.")
-        structure = described.get("structure", NO_STRUCTURE)
+        structure = described.get("structure", describe.NO_STRUCTURE)
         super().__init__(
             "the state", described.get("leaves", {}), self._layouts, structure, described.get("aliases", {})
         )
@@ -84,7 +74,7 @@ class _StateLeaves(NamedLeaves):
     def read(self, name: str, sharding: Any = None) -> Any:
         name = self.known(name)
         with about(self.path, name):
-            made = restore(self.description(name), self._fetch)
+            made = describe.restore(self.description(name), self._fetch)
             is_split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
             if not is_split:
                 return made

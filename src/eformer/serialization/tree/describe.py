@@ -153,8 +153,6 @@ def _describe_array(array: Any, name: str, emit: Emit) -> Any:
     return {"type": "array", "tensor": emit(name, array), "dtype": array.dtype.name}
 
 
-# -- metadata ----------------------------------------------------------------------------------------------------------
-
 VERSION = 1
 KEY = "eformer"  # of the metadata
 NO_STRUCTURE: Any = object()  # of a file from another program: its leaves are one dict
@@ -195,8 +193,6 @@ def loaded(text: str | None, file: Any) -> dict[str, Any]:
         raise CheckpointError("has aliases that are not names.", file=file)
     return found
 
-
-# -- restoring ---------------------------------------------------------------------------------------------------------
 
 # What classes of arrays say to parts and fields that do not fit.
 _REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError, UninitializedAval)

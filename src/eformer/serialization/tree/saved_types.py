@@ -149,17 +149,15 @@ def strict(cls: type, kinds: Mapping[str, str], fields: Mapping[str, type]) -> U
             )
         for name, kind in kinds.items():
             if not _kind_fits(parts[name], kind):
-                raise CheckpointError(f"has a part {name!r} that is {_described(parts[name])} instead of {kind}.")
+                part = parts[name]
+                what = f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else repr(part)[:100]
+                raise CheckpointError(f"has a part {name!r} that is {what} instead of {kind}.")
         for name, allowed in fields.items():
             if not isinstance(found[name], allowed) or isinstance(found[name], bool) is not (allowed is bool):
                 raise CheckpointError(f"has {name}={found[name]!r:.100}, which is not of type {allowed.__name__}.")
         return cls(**parts, **found)
 
     return unpack
-
-
-def _described(part: Any) -> str:
-    return f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else repr(part)[:100]
 
 
 def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> CompressedAbsmax:
