@@ -104,7 +104,9 @@ class CheckpointError(EformerError, ValueError):
 
     def __init__(self, what: str, *, file: object = None, tensor: str | None = None, fix: str = ""):
         where = [str(file)] if file is not None else []
-        where += [f"tensor {_shortened(tensor)}"] if tensor is not None else []
+        if tensor is not None:  # a name from a file, which may be absurdly long
+            cut = "" if len(tensor) <= 200 else f"... ({len(tensor)} characters)"
+            where.append(f"tensor {tensor[:200]!r}{cut}")
         super().__init__(": ".join([*where, f"{what} {fix}".rstrip()]))
         self.file, self.tensor, self.what, self.fix = file, tensor, what, fix
 
@@ -119,8 +121,3 @@ class CommandUsageError(CommandError):
     """The arguments of a command make no sense together."""
 
     status = 2
-
-
-def _shortened(name: str, limit: int = 200) -> str:
-    """A name from a file, quoted, and cut if it is absurdly long."""
-    return repr(name) if len(name) <= limit else f"{name[:limit]!r}... ({len(name)} characters)"

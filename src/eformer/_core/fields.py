@@ -104,9 +104,6 @@ def _tuple_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.attrgetter(*names)
 
 
-# -- static data, and vmap around a function ---------------------------------------------------------------------------
-
-
 class StaticData(tuple[Any, ...]):
     """The static data of an array, as its treedef keeps it; and, no part of the value, which array it was read from."""
 

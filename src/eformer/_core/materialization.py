@@ -23,8 +23,8 @@ from . import shape_dtype as _shape_dtype
 from .operators import ArrayOperators
 from .operators import materialize as materialize
 
-# Part of JAX's compilation key: a program traced under one policy is traced again under another.
-_context = jax.make_user_context(default_value=None)
+# Part of JAX's compilation key: a program traced under one policy, or with one token, is traced again under another.
+_policy, _token = jax.make_user_context(default_value=None), jax.make_user_context(default_value=None)
 _warned: set[tuple[Any, ...]] = set()
 
 
@@ -50,8 +50,7 @@ def during(**values: Any) -> Iterator[None]:
 
 
 def policy_in_force() -> settings.Policy:
-    value = _context.value
-    return settings.materialization_policy() if value is None or value[0] is None else value[0]
+    return settings.materialization_policy() if _policy.value is None else _policy.value
 
 
 def materialization_policy(policy: str) -> contextlib.AbstractContextManager[Any]:
@@ -60,13 +59,12 @@ def materialization_policy(policy: str) -> contextlib.AbstractContextManager[Any
     >>> with materialization_policy("error"):
     ...     pass
     """
-    checked = settings.checked_policy(policy, source="the policy")
-    return _context((checked, None if _context.value is None else _context.value[1]))
+    return _policy(settings.checked_policy(policy, source="the policy"))
 
 
 def fresh_trace(token: object) -> contextlib.AbstractContextManager[Any]:
     """A block in which nothing traced before is reused, so that every decision is made, and seen, again."""
-    return _context((None if _context.value is None else _context.value[0], token))
+    return _token(token)
 
 
 def _notice(q: Any) -> None:

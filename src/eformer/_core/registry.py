@@ -111,7 +111,8 @@ class Registry:
 
 
 def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Handler]) -> Handler | None:
-    best = [h for h in matching if not any(_more_specific(other, h) for other in matching)]
+    signatures = [h.signature for h in matching]
+    best = [h for h in matching if not any(s <= h.signature and not h.signature <= s for s in signatures)]
     if len(best) > 1:  # precedence only decides between handlers neither of which is more specific
         highest = max(h.signature.precedence for h in best)
         best = [h for h in best if h.signature.precedence == highest]
@@ -122,10 +123,6 @@ def _most_specific(name: str, operand_types: tuple[type, ...], matching: list[Ha
             _messages.AMBIGUOUS.format(primitive=name, types=shown, candidates=candidates)
         )
     return best[0] if best else None
-
-
-def _more_specific(a: Handler, b: Handler) -> bool:
-    return a.signature <= b.signature and not b.signature <= a.signature
 
 
 registry = Registry()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import threading
 from typing import Any
 
 import jax
@@ -70,11 +68,6 @@ def _sharding_constraint(primitive: Any, values: list[Any], params: dict[str, An
     return jtu.tree_map(jax.lax.with_sharding_constraint, q, target)
 
 
-_JIT_CACHE_SIZE = 1024
-_jit_cache: collections.OrderedDict[Any, tuple[Any, Any, list[Any]]] = collections.OrderedDict()
-_jit_lock = threading.Lock()
-
-
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     if jaxprs.inlined_early(params["inline"]) and traces.current_trace() is not traces.eval_trace:
@@ -111,20 +104,20 @@ def _jitted(params: dict[str, Any], in_shardings: tuple[Any, ...]) -> tuple[Any,
     """
     jaxpr = params["jaxpr"]
     placement = (tuple(jtu.tree_leaves(in_shardings)), jtu.tree_structure(in_shardings)) if in_shardings else None
-    key = (id(jaxpr), registry.version, placement, params["donated_invars"])
-    with _jit_lock:
-        hit = _jit_cache.get(key)
-        if hit is not None:
-            _jit_cache.move_to_end(key)
-            return hit[1:]
+    known = _remembered(jaxpr, registry.version, placement, params["donated_invars"])
+    if known:
+        return known[0]
     notices: list[Any] = []
     replay = _replay(jaxpr, params["out_shardings"], params.get("name", "implicit_jit"), notices)
     jitted = jax.jit(replay, **_jit_options(params, in_shardings))
-    with _jit_lock:
-        _jit_cache[key] = (jaxpr, jitted, notices)  # the entry keeps the jaxpr alive, and with it the meaning of its id
-        while len(_jit_cache) > _JIT_CACHE_SIZE:
-            _jit_cache.popitem(last=False)
+    known.append((jitted, notices))
     return jitted, []
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(jaxpr: Any, version: int, placement: Any, donated: tuple[bool, ...]) -> list[tuple[Any, list[Any]]]:
+    """Where to keep the function of a jaxpr, which is known by its identity."""
+    return []
 
 
 def _replay(jaxpr: Any, out_shardings: Any, name: str, notices: list[Any]) -> Any:

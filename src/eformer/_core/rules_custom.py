@@ -99,7 +99,9 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     f = jax.custom_vjp(lambda *vals: call(*vals))
 
     def forward_rule(*args: Any) -> Any:
-        vals, moving = _split_perturbed(args)
+        # With `symbolic_zeros=True` every leaf is a pair of a value and whether it is differentiated.
+        vals = jtu.tree_map(lambda p: p.value, args, is_leaf=_is_pair)
+        moving = [any(p.perturbed for p in jtu.tree_leaves(arg, is_leaf=_is_pair)) for arg in args]
         perturbed = moving if symbolic_zeros else [True] * len(vals)
         flat = _traced(trace, fwd)(*[x for pair in zip(vals, perturbed, strict=True) for x in pair])
         residuals, out = jaxprs.split_forward(flat, vals, params)
@@ -122,13 +124,6 @@ def _custom_vjp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
-
-
-def _split_perturbed(args: Any) -> tuple[tuple[Any, ...], list[bool]]:
-    """Values and whether they are differentiated, from the pairs `symbolic_zeros=True` gives for every leaf."""
-    vals = jtu.tree_map(lambda p: p.value, args, is_leaf=_is_pair)
-    perturbed = [any(p.perturbed for p in jtu.tree_leaves(arg, is_leaf=_is_pair)) for arg in args]
-    return vals, perturbed
 
 
 def _split_leaves(arg: Any) -> tuple[list[Any], list[Any]]:

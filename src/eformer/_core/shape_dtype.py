@@ -64,11 +64,8 @@ def leaf_key(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
 def _keys_of(q: Any, leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], Any], ...]:
     keys = tuple(map(leaf_key, leaves))
     if None in keys:
-        for name in layout(type(q)).children:
-            for leaf in jtu.tree_leaves(getattr(q, name)):
-                if leaf_key(leaf) is None:
-                    raise bad_child(q, name, leaf)
-        raise errors.InvalidImplicitArrayError(f"{type(q).__name__} holds a child that is not an array.")
+        named = [(name, leaf) for name in layout(type(q)).children for leaf in jtu.tree_leaves(getattr(q, name))]
+        raise bad_child(q, *next((name, leaf) for name, leaf in named if leaf_key(leaf) is None))
     return keys  # pyright: ignore[reportReturnType]
 
 
@@ -163,7 +160,6 @@ def compare(q: Any, what: str, declared: Any, found: Any) -> None:
 
 
 def shape_and_dtype(q: Any) -> tuple[tuple[int, ...], Any]:
-    """The logical shape and dtype of `q`."""
     known = q.__dict__.get("_known")
     if known is None:
         leaves, treedef = jtu.tree_flatten(q)

@@ -6,6 +6,8 @@ the order is: registered handlers, the structural rule of a higher-order primiti
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -154,6 +156,33 @@ _EAGER = ImplicitTrace(traces.eval_trace, traces.TraceTag())
 
 def apply(f: Callable[..., Any], *args: Any) -> Any:
     """`f(*args)` with dispatch, for functions whose arguments are values and whose result is one array or a few."""
+    computed = all(isinstance(x, ImplicitArray) or traces.is_concrete(x) for x in args)
+    if f is operator.matmul and computed and traces.current_trace() is traces.eval_trace:
+        matmul, notices = _jitted_matmul(registry.version)
+        # What was materialized goes the long way from then on, where every caller is told of it.
+        if not notices or {kind for kind, *_ in notices}.isdisjoint(map(type, args)):
+            return matmul(*args)
+    return _applied(f, *args)
+
+
+@functools.lru_cache(maxsize=1)
+def _jitted_matmul(version: int) -> tuple[Callable[..., Any], list[Any]]:
+    """A product that is computed at once, as one compiled call; and what was noticed while it was traced.
+
+    JAX knows it again by the structure and the types of both operands and by its own settings, the policy among them.
+    """
+    del version  # of the registry: new handlers, new programs
+    notices: list[Any] = []
+
+    @jax.jit
+    def matmul(a: Any, b: Any) -> Any:
+        with _materialization.during(notices=notices):
+            return _applied(operator.matmul, a, b)
+
+    return matmul, notices
+
+
+def _applied(f: Callable[..., Any], *args: Any) -> Any:
     parent = traces.current_trace()
     trace = _EAGER if parent is traces.eval_trace else ImplicitTrace(parent, traces.TraceTag())
     with traces.set_current_trace(trace):

@@ -184,9 +184,6 @@ def _async_generator(fn: Any) -> Any:
     return generator
 
 
-# -- ste: the straight-through estimator -------------------------------------------------------------------------------
-
-
 def ste(func: Callable[..., Any]) -> Callable[..., Any]:
     """Differentiate `func(x, *args, **kwargs)` as if it returned `x`.
 
@@ -263,9 +260,6 @@ def _require_same_shapes(func: Any, x: Any, out: Any) -> None:
 
 def _shapes(tree: Any) -> Any:
     return jtu.tree_map(lambda leaf: f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}", tree)
-
-
-# -- explain: what a program did with its implicit arrays, and why -----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,10 +104,6 @@ def _folded(divide: bool) -> Handler:
     return exact
 
 
-def _integer_pow_x(primitive: Any, x: Any, **kwargs: Any) -> Any:
-    return _integer_pow_xy(primitive, x, **{"y": 2, **kwargs})
-
-
 def _integer_pow_xy(primitive: Any, x: Any, y: Any) -> Any:
     """An exponent that is an array or not an integer takes the general power."""
     return jnp.power(dense_for(primitive, x), dense_for(primitive, y))
@@ -150,10 +146,6 @@ _gathering = _Call(lax.gather, _gather_exact)
 _reduction = _Call(lax.reduce)
 
 
-def _convert_pos(primitive: Any, operand: Any, new_dtype: Any) -> Any:
-    return _conversion(primitive, operand, new_dtype)
-
-
 # documented name with the format's tag in place of {}: the function
 _TABLE: dict[str, Handler] = {
     "add_{}_xy": _xy(lax.add),
@@ -164,14 +156,16 @@ _TABLE: dict[str, Handler] = {
     "exp_{}_x": _x(lax.exp),
     "log_{}_x": _x(lax.log),
     "sqrt_{}_x": _x(lax.sqrt),
-    "integer_pow_{}_x": _integer_pow_x,
+    "integer_pow_{}_x": lambda primitive, x, **kwargs: _integer_pow_xy(primitive, x, **{"y": 2, **kwargs}),
     "integer_pow_{}_xy": _integer_pow_xy,
     "reduce_{}_operand_init_value": _reduce,
     "conv_general_dilated_{}_lhs_rhs": _lhs_rhs(lax.conv_general_dilated),
     "dot_general_{}_lhs_rhs": _lhs_rhs(lax.dot_general, _dot_exact),
     "concatenate_{}_operands": _concatenate,
     "convert_element_type_{}_operand_kw": _conversion,
-    "convert_element_type_{}_operand_pos": _convert_pos,
+    "convert_element_type_{}_operand_pos": lambda primitive, operand, new_dtype: _conversion(
+        primitive, operand, new_dtype
+    ),
     "broadcast_in_dim_{}_operand": _operand(lax.broadcast_in_dim, _shapes.broadcast_in_dim),
     "gather_{}_operand": _gather,
     "reshape_{}_operand": _operand(lax.reshape, _shapes.reshape),

@@ -50,6 +50,11 @@ def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
     return primitive.get_bind_params(params)
 
 
+def is_concrete(value: Any) -> bool:
+    """Is this an array that has been computed, or is being computed?"""
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
+
+
 def register_value_type(cls: type, aval_of: Callable[[Any], Any], canonicalize: Callable[[Any], Any]) -> None:
     """Let instances of `cls` be operands of any primitive."""
     _core.pytype_aval_mappings[cls] = aval_of

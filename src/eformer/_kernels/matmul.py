@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,8 @@ def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **optio
         options["out_dtype"] = result_dtype(x)  # depends on settings of JAX, so it is part of what is remembered
     if isinstance(precision := options.get("precision"), list):
         options["precision"] = tuple(precision)
-    types = Type.of(x), Type.of(codes), None if scale is None else Type.of(scale)
-    parameters = _checked(*types, tuple(options.items()))
+    x_type, codes_type, scale_type = (None if o is None else jax.typeof(o) for o in (x, codes, scale))
+    parameters = _checked(x_type, codes_type, scale_type, tuple(options.items()))
     scale = with_batch_of(codes, scale, parameters.fmt)
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
@@ -63,24 +63,9 @@ def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **optio
     return on_floats(parameters, x, product)
 
 
-class Type(NamedTuple):
-    """What of an operand is checked."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @classmethod
-    def of(cls, array: jax.Array) -> Type:
-        return cls(array.shape, array.dtype)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
 @functools.lru_cache(maxsize=4096)
-def _checked(x: Type, codes: Type, scale: Type | None, options: tuple[tuple[str, Any], ...]) -> Parameters:
-    """The parameters of a product whose operands fit: found once, then remembered."""
+def _checked(x: Any, codes: Any, scale: Any, options: tuple[tuple[str, Any], ...]) -> Parameters:
+    """The parameters of a product of operands of these types, if they fit: found once, then remembered."""
     parameters = parameters_of(x, codes, scale, **dict(options))
     check_x(parameters, x, codes)
     return parameters

@@ -70,8 +70,6 @@ class Operation:
         for platform in PLATFORMS:
             primitives.define_platform_lowering(self.primitive, platform, functools.partial(self._program, platform))
 
-    # -- use -----------------------------------------------------------------------------------------------------------
-
     def bind(self, parameters: Parameters, *operands: Any, out: Any = None, announced: bool = False) -> Any:
         """Apply the primitive; `explain` records it, unless the operation being transformed already did."""
         operands = operands[:-1] if operands[-1] is None else operands
@@ -98,8 +96,6 @@ class Operation:
     def compute(self, problem: Problem, *operands: Any) -> Any:
         return self.arrange(choose(self.candidates, problem)[0].run, problem, *operands)
 
-    # -- the rules of the primitive ------------------------------------------------------------------------------------
-
     def _types(self, *operands: Any, parameters: Parameters) -> Any:
         made = self.result(parameters, *operands)
         types = [avals.result_type(shape, dtype, operands[0]) for shape, dtype in made]
@@ -123,8 +119,6 @@ class Operation:
 
     def _batched(self, operands: Any, dims: Any, *, parameters: Parameters) -> tuple[Any, Any]:
         return self.batch(functools.partial(self.bind, parameters, announced=True), parameters, operands, dims)
-
-    # -- evaluation and lowering ---------------------------------------------------------------------------------------
 
     def _evaluate(self, *operands: Any, parameters: Parameters) -> Any:
         jitted = self._jitted(switches(), parameters)

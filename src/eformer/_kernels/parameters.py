@@ -168,7 +168,6 @@ def out_shape(parameters: Parameters, x: Any, codes: Any) -> tuple[int, ...]:
 
 
 def check_x(parameters: Parameters, x: Any, codes: Any) -> None:
-    """Check that x contracts with the decoded matrix."""
     if not (jnp.issubdtype(x.dtype, jnp.inexact) or jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise TypeError(f"x must be numeric, got {x.dtype}.")
     batch = parameters.format.batch_of(codes)

@@ -107,7 +107,6 @@ def position(mesh_axes: Axes) -> jax.Array:
 
 
 def _plan(rule: Rule, mesh: Any, args: Sequence[Any], result: Any) -> Plan:
-    """Give every factor its mesh axes."""
     free, plan, counts = set(mesh.axis_names), {}, dict(rule.counts)
     asked = [(args[i], rule.operands[i]) for i in rule.first]
     for shaped, labels in (*asked, (result, rule.result)):

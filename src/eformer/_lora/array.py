@@ -256,9 +256,6 @@ def convert_element_type(primitive: Any, q: LoraArray, *, new_dtype: Any, **para
     return dataclasses.replace(q, w=converted)
 
 
-# -- parts: slices, matrices of a stack, the rows of an embedding ------------------------------------------------------
-
-
 @register("slice")
 def slice_(q: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
     """The same part of the weight and of each factor, along its axes; one row or column comes out dense."""

@@ -179,9 +179,6 @@ def _role(leaf: Leaf, shapes: Mapping[tuple[str, ...], tuple[int, ...]]) -> Role
     return Role(kind, inputs, outputs, len(shape) - len(inputs) - len(outputs))
 
 
-# -- kinds -------------------------------------------------------------------------------------------------------------
-
-
 def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
     names = [name.lower() for name in leaf.names]
     name, holders = (names[-1] if names else ""), names[:-1]
@@ -245,9 +242,6 @@ def _is_convolution(leaf: Leaf, holders: Sequence[str], shape: Sequence[int]) ->
     if hasattr(leaf.parent, "num_spatial_dims") or hasattr(leaf.parent, "kernel_size"):
         return True
     return len(shape) >= 3 and any("conv" in name for name in holders[-1:])
-
-
-# -- axes --------------------------------------------------------------------------------------------------------------
 
 
 def _convolution(leaf: Leaf, shape: Sequence[int]) -> Role:

@@ -146,7 +146,7 @@ def dequantize_tree(params: Any, dtype: Any = None) -> Any:
 
 def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
     """The JAX arrays to quantize; raises if one of them has been freed."""
-    found = {d.leaf.path: d.leaf.value for d in decisions if d.config is not None and _is_concrete(d.leaf.value)}
+    found = {d.leaf.path: d.leaf.value for d in decisions if d.config is not None and traces.is_concrete(d.leaf.value)}
     lost = [path for path, value in found.items() if value.is_deleted()]
     if lost:
         raise ValueError(
@@ -154,10 +154,6 @@ def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
             "them. Use what they returned, or pass donate=False to the first quantize_tree."
         )
     return list(found.values())
-
-
-def _is_concrete(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, traces.Tracer)
 
 
 def _kept(decisions: Sequence[Decision]) -> set[Any]:
@@ -173,7 +169,7 @@ def _look(value: Any) -> Any:
 
 def _memory(value: Any) -> list[Any]:
     """What identifies the memory of an array: addresses where it has some, else the object itself."""
-    if not _is_concrete(value) or value.is_deleted():
+    if not traces.is_concrete(value) or value.is_deleted():
         return [id(value)]
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards] or [id(value)]
 

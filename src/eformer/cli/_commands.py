@@ -116,11 +116,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """A titled table; columns of numbers are aligned to the right."""
     if importlib.util.find_spec("rich") is None:
         print("\n  ".join([printable(title), *lines(columns, rows)]))
-    else:
-        _rich_table(title, columns, rows)
-
-
-def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        return
     from rich.console import Console
     from rich.table import Table
 

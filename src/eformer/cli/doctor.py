@@ -102,18 +102,12 @@ def show(found: dict[str, Any]) -> None:
         ["platform", "state", "instructions", "file"],
         [[k["backend"], k["state"], k["instructions"] or "-", k["path"] or "-"] for k in found["kernels"]],
     )
+    verdict = {True: "ok", False: "WRONG"}
     print_table(
         "self-check (largest error / largest value, against float64)",
         ["format", "product", "kernel", "error", "allowed", "verdict"],
         [
-            [
-                c["format"],
-                c["form"],
-                c["kernel"],
-                f"{c['error']:.1e}",
-                f"{c['limit']:.0e}",
-                "ok" if c["ok"] else "WRONG",
-            ]
+            [c["format"], c["form"], c["kernel"], f"{c['error']:.1e}", f"{c['limit']:.0e}", verdict[c["ok"]]]
             for c in found["checks"]
         ],
     )

@@ -125,9 +125,6 @@ def _rotate(x: jax.Array, places: jax.Array, base: float) -> jax.Array:
     return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
 
 
-# -- generating text ---------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model, what turns text into its tokens (as `Tokenizer` does), and the token that ends a text."""

@@ -52,17 +52,16 @@ def exchange(what: str, word: str, timeout: float) -> list[str]:
         raise ProcessError(f"there are {count} processes, but no service joins them: call jax.distributed.initialize.")
     key = f"eformer/{what}/{next(_numbers[what])}"
     client.key_value_set(f"{key}/{me}", word)
-    return [_word(client, f"{key}/{i}", what, i, timeout) for i in range(count)]
-
-
-def _word(client: object, key: str, what: str, process: int, timeout: float) -> str:
-    try:
-        return client.blocking_key_value_get(key, int(1000 * timeout))  # pyright: ignore[reportAttributeAccessIssue]
-    except jax.errors.JaxRuntimeError as err:
-        raise ProcessError(
-            f"process {process} of {jax.process_count()} did not come to {what!r} within {timeout:g} seconds: it has "
-            "ended, is stuck, or runs another program. See its own output; raise timeout= if it is only slow."
-        ) from err
+    words = []
+    for process in range(count):
+        try:
+            words.append(client.blocking_key_value_get(f"{key}/{process}", int(1000 * timeout)))
+        except jax.errors.JaxRuntimeError as err:
+            raise ProcessError(
+                f"process {process} of {count} did not come to {what!r} within {timeout:g} seconds: it has ended, is "
+                "stuck, or runs another program. See its own output; raise timeout= if it is only slow."
+            ) from err
+    return words
 
 
 def digest(value: Any) -> str:

@@ -90,8 +90,6 @@ def refuses_machine(platform: str) -> str | None:
     return None if isa() else "this CPU has no instruction set the kernels are written for (AVX2, AVX-512 or NEON)"
 
 
-# -- the custom calls --------------------------------------------------------------------------------------------------
-
 # Sizes and dtypes have been checked; what arrives here is what the handlers take. `how` is there to be forced by tests
 # and benchmarks: see `_how`.
 

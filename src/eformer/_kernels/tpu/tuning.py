@@ -127,14 +127,9 @@ def vmem_bytes(g: Geometry, form: str, x_dtype: np.dtype, out_dtype: np.dtype) -
     x, y = (split, plain) if form == "dot" else (plain, split)
     scale = (g.scale_block, g.br) if g.fmt == "nf4" else (*y[:-2], 1, y[-1])
     blocks = padded(x, x_dtype) + padded(stored, np.int8) + padded(scale, np.float32) + padded(y, out_dtype)
-    return 2 * blocks + padded(y, np.float32) + _decoding(g, x_dtype)
-
-
-def _decoding(g: Geometry, x_dtype: np.dtype) -> int:
-    """Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, nf4's two scaled tables."""
-    plane = (g.bu, g.br) if g.fmt == "nf4" else (g.br, g.bu)
-    tables = 2 * padded(plane, np.float32) if g.fmt == "nf4" else 0
-    return 2 * padded(plane, np.float32) + padded(plane, x_dtype) + tables
+    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, nf4's two scaled tables.
+    plane, words = ((g.bu, g.br), 4) if g.fmt == "nf4" else ((g.br, g.bu), 2)
+    return 2 * blocks + padded(y, np.float32) + words * padded(plane, np.float32) + padded(plane, x_dtype)
 
 
 def padded(shape: tuple[int, ...], dtype: Any) -> int:

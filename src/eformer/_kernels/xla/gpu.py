@@ -134,8 +134,6 @@ def _natural(y: jax.Array, fmt: str, cols: int) -> jax.Array:
     return y.reshape(y.shape[0], fields, halves, -1).transpose(0, 3, 2, 1).reshape(y.shape[0], -1)[:, :cols]
 
 
-# -- few rows of x -----------------------------------------------------------------------------------------------------
-
 # Sums XLA computes while it decodes, so that every code is read once and no value is stored.
 #
 # XLA fuses elementwise work into the sum that uses it. Bytes stay whole: value i of every byte is a plane, and planes

@@ -33,26 +33,11 @@ def about(file: Any, tensor: str | None = None) -> Iterator[None]:
 
 
 _NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
 DTYPES: dict[str, np.dtype] = {code: jnp.dtype(name) for code, name in _NAMES.items()}
 CODES: dict[np.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 # Dtypes JAX knows and the file format does not: stored as bytes, the name kept in the metadata.
@@ -167,7 +152,8 @@ def parse_header(text: bytes, data_size: int, file: Any) -> Header:
     """Check the JSON of a header that is followed by `data_size` bytes of data."""
     table = parse_json(text, file)
     if not isinstance(table, dict):
-        raise CheckpointError(f"has a header that is not a JSON object but {_kind(table)}.", file=file, fix=TRUNCATED)
+        kind = "null" if table is None else type(table).__name__
+        raise CheckpointError(f"has a header that is not a JSON object but {kind}.", file=file, fix=TRUNCATED)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError("has __metadata__ that is not a mapping of strings to strings.", file=file)
@@ -256,7 +242,3 @@ def read_exactly(descriptor: int, target: Any, offset: int, file: Any, tensor: s
         if not count:
             raise CheckpointError("ended while it was read.", file=file, tensor=tensor, fix=TRUNCATED)
         done += count
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

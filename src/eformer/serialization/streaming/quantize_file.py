@@ -208,7 +208,10 @@ def write_quantized(
 ) -> StreamReport:
     """Do what was planned for an open source; arguments as for `quantize_file`."""
     begun, target = time.perf_counter(), Path(target)
-    _check_paths(source, target)
+    check_target(target)
+    # The index too: committing the target removes the files of an earlier checkpoint of that name.
+    if {p.resolve() for p in source.paths} & {target.resolve(), index_path(target).resolve()}:
+        raise CheckpointError("is the source too; write to another file.", file=target)
     steps = _steps(source, planned)
     extra = checked_metadata({**{k: v for k, v in source.metadata.items() if k != KEY}, **(metadata or {})})
     contents = DescribedTree([step.leaf for step in steps], source.structure, source.aliases)
@@ -219,13 +222,6 @@ def write_quantized(
         _run(steps, output, progress)
         path = output.commit()
     return StreamReport(path, tuple(s.outcome for s in steps), planned.unused, resumed, time.perf_counter() - begun)
-
-
-def _check_paths(source: Source, target: Path) -> None:
-    check_target(target)
-    # The index too: committing the target removes the files of an earlier checkpoint of that name.
-    if {p.resolve() for p in source.paths} & {target.resolve(), index_path(target).resolve()}:
-        raise CheckpointError("is the source too; write to another file.", file=target)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,6 +179,7 @@ def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Compr
 
 _BLOCKED = {"axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _INT8 = {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
+_GROUPED = {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL}
 _LORA = {"scale": float, "left": int, "right": int}
 
 # The name in files, the class, its parts and its fields.
@@ -186,12 +187,7 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, type]], ...] = (
     ("nf4", ArrayNF4, {"packed": "uint8", "absmax": FLOATING}, {"block_size": int, **_BLOCKED}),
     ("int8", Array8B, {"weight": "int8", "scale": FLOATING}, _INT8),
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
-    (
-        "grouped",
-        GroupedArray,
-        {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL},
-        {"zero": int, **_BLOCKED},
-    ),
+    ("grouped", GroupedArray, _GROUPED, {"zero": int, **_BLOCKED}),
     ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
 )
 for _name, _cls, _kinds, _fields in TYPES:

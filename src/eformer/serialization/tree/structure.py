@@ -148,12 +148,9 @@ def build(structure: Any, leaf: Callable[[str], Any], depth: int = 0) -> Any:
         items = [build(item, leaf, depth + 1) for item in body]
         return items if kind == "list" else tuple(items)
     if kind in ("dict", "ordered_dict"):
-        pairs = [(decode_plain(k), build(v, leaf, depth + 1)) for k, v in map(_pair, body)]
+        wrong = [item for item in body if not isinstance(item, list) or len(item) != 2]
+        if wrong:
+            raise CheckpointError(f"holds a key and value that are {wrong[0]!r:.100}.")
+        pairs = [(decode_plain(k), build(v, leaf, depth + 1)) for k, v in body]
         return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
     raise CheckpointError(f"holds a structure of the unknown kind {kind!r:.100}.")
-
-
-def _pair(item: Any) -> tuple[Any, Any]:
-    if not isinstance(item, list) or len(item) != 2:
-        raise CheckpointError(f"holds a key and value that are {item!r:.100}.")
-    return item[0], item[1]
