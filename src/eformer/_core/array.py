@@ -278,7 +278,8 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     @property
     def nbytes(self) -> int:
         """Bytes really held by the children, or that they would hold if they are abstract."""
-        return sum(map(_bytes_of, jtu.tree_leaves(self)))
+        stored = [leaf for leaf in jtu.tree_leaves(self) if hasattr(leaf, "dtype")]
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stored)
 
     def block_until_ready(self) -> Any:
         jax.block_until_ready(jtu.tree_leaves(self))
@@ -316,12 +317,6 @@ def _make_keyword_only(cls: type, name: str) -> None:
         setattr(cls, name, dataclasses.field(default=default, kw_only=True))
     elif default.kw_only is dataclasses.MISSING:
         default.kw_only = True
-
-
-def _bytes_of(leaf: Any) -> int:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-    return int(getattr(leaf, "nbytes", 0))
 
 
 def _as_shape(value: Any) -> tuple[int, ...]:

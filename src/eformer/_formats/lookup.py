@@ -34,7 +34,9 @@ def gather(q: QuantizedArray, indices: jax.Array, **params: Any) -> Any:
     numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
     if 0 in q.shape or 0 in sizes:
         return NotImplemented
-    asked = _starts(numbers, indices)
+    asked = {int(axis): indices[..., i] for i, axis in enumerate(numbers.start_index_map)}
+    for axis, place in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        asked[int(axis)] = lax.broadcasted_iota(jnp.int32, indices.shape[:-1], place)
     starts = {axis: _clamped(start, q.shape[axis] - sizes[axis]) for axis, start in asked.items()}
     held, found = _taken(q, starts, sizes)
     if found is NotImplemented:
@@ -79,13 +81,6 @@ def without_whole_axes(q: Any, indices: jax.Array, params: dict[str, Any]) -> tu
         start_indices_batching_dims=numbers.start_indices_batching_dims,
     )
     return indices[..., jnp.asarray(kept)], {**params, "dimension_numbers": numbers}
-
-
-def _starts(numbers: Any, indices: jax.Array) -> Starts:
-    starts = {int(axis): indices[..., i] for i, axis in enumerate(numbers.start_index_map)}
-    for axis, place in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-        starts[int(axis)] = lax.broadcasted_iota(jnp.int32, indices.shape[:-1], place)
-    return starts
 
 
 def _clamped(start: Any, last: int) -> jax.Array:

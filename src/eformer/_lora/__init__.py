@@ -14,7 +14,6 @@ LoraArray(float32[64,32], nf4 + lora 4, 2,688 bytes)
 from __future__ import annotations
 
 from .array import LoraArray as LoraArray
-from .tree import MergeCost as MergeCost
 from .tree import MergeReport as MergeReport
 from .tree import add_lora as add_lora
 from .tree import lora_mask as lora_mask

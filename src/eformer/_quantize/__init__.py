@@ -7,10 +7,8 @@ Array8B(float32[128,64], int8, 8.25 bits per weight)
 
 from __future__ import annotations
 
-from .report import LeafReport as LeafReport
 from .report import Report as Report
 from .report import report as report
-from .tree import Progress as Progress
 from .tree import dequantize_tree as dequantize_tree
 from .tree import fake_quantize_tree as fake_quantize_tree
 from .tree import quant_delay as quant_delay

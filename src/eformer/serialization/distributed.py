@@ -205,7 +205,9 @@ def load_distributed(
     """
     pairs = _pairs(specs)
     checkpoint = _Placed(path, mesh, pairs)
-    view = [sorted(mesh.shape.items()), [(p, str(s)) for p, s in pairs], checkpoint.identity()]
+    entries = [checkpoint.entry(name) for name in sorted(checkpoint.files.owners)]
+    identity = digest([[entry.name, list(entry.shape), str(entry.dtype)] for entry in entries])
+    view = [sorted(mesh.shape.items()), [(p, str(s)) for p, s in pairs], identity]
     words = exchange(f"load {path}", json.dumps(view), timeout)
     for process, word in enumerate(words):
         if word != words[0]:
@@ -240,11 +242,6 @@ class _Placed(LazyCheckpoint):
         if unknown:
             what = f"has no leaf that {unknown[0]!r} matches; names look like {list(self)[:3]}."
             raise CheckpointError(what, file=self.path)
-
-    def identity(self) -> str:
-        """What tells this checkpoint from another of the same name."""
-        entries = [self.entry(name) for name in sorted(self._owners)]
-        return digest([[entry.name, list(entry.shape), str(entry.dtype)] for entry in entries])
 
     def read(self, name: str, sharding: Any = None) -> Any:
         spec = next((s for p, s in self._specs if fnmatch.fnmatchcase(name.replace(".", "/"), p)), PartitionSpec())

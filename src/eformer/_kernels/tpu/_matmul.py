@@ -312,7 +312,11 @@ def _accumulate(kernel: Kernel, step: _Step) -> None:
     dims = (((1,), (axis,)), ((), ()))
     x = None if step.x.ndim == 3 else _valid_x(kernel, step)
     total = step.sums[0] if dot else None
-    for i, plane in enumerate(_planes(kernel, step)):
+    if kernel.geometry.fmt == "nf4":
+        planes = nf4_planes(words(step.codes[...]), _valid_scales(kernel, step), permute=kernel.permute)
+    else:
+        planes = byte_planes(step.codes[...], kernel.geometry.fmt)
+    for i, plane in enumerate(planes):
         part = lax.dot_general(
             step.x[i] if x is None else x,
             plane.astype(step.x.dtype),
@@ -326,13 +330,6 @@ def _accumulate(kernel: Kernel, step: _Step) -> None:
             total = total + part
     if total is not None:
         step.sums[0] = total
-
-
-def _planes(kernel: Kernel, step: _Step) -> Any:
-    g = kernel.geometry
-    if g.fmt == "nf4":
-        return nf4_planes(words(step.codes[...]), _valid_scales(kernel, step), permute=kernel.permute)
-    return byte_planes(step.codes[...], g.fmt)
 
 
 # -- ragged sizes: what lies behind the end of an array is undefined, and may be NaN -----------------------------------

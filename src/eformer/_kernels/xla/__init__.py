@@ -51,7 +51,7 @@ def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> ja
         return one_row.dot_form(x, codes, decoded, parts=parts, precision=precision)
     if one_dot and one_row.fits_nf4(problem.block):
         return one_row.nf4_dot_form(x, codes, scale)
-    if problem.m == 1 and problem.form == "axpy" and one_row.fits_axpy(problem.rows):
+    if problem.m == 1 and problem.form == "axpy" and problem.rows >= one_row.PANEL:
         return one_row.axpy_form(x, codes, scale, decoded, parts=parts, cols=cols)
     sizes = {"parts": parts, "panel": panel.panel_rows(problem), "precision": precision}
     if problem.form == "dot":

@@ -23,7 +23,7 @@ from . import panel
 # loop is stored more often, and longer loop bodies no longer vectorize.
 _LANES, _TERMS = 64, 64
 # Rows per step of the axpy form, and how many of them are added up while decoding.
-_PANEL, _FOLD = 256, 8
+PANEL, _FOLD = 256, 8
 # Of `nf4_dot_form`: bytes added up in one loop body, and how many of them one after the other.
 _LONGEST, _SHORTEST, _CHAIN = 32, 8, 8
 
@@ -105,18 +105,14 @@ def times_ones(array: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(ones, array, (((1,), (0,)), ((), ())), precision="highest")[:1]
 
 
-def fits_axpy(rows: int) -> bool:
-    return rows >= _PANEL
-
-
 def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, *, parts: int, cols: int) -> jax.Array:
     """x @ D for x (1, R): rows far apart in the panel are added element by element, then what is left is summed."""
-    rows, group = codes.shape[0], _PANEL // _FOLD
+    rows, group = codes.shape[0], PANEL // _FOLD
 
     def body(start: Any, repeated: Any, ys: list[jax.Array]) -> list[jax.Array]:
-        x_panel = panel.take_rows(x[0], start, _PANEL)
-        if rows % _PANEL:
-            x_panel = jnp.where(jnp.arange(_PANEL) >= repeated, x_panel, 0)
+        x_panel = panel.take_rows(x[0], start, PANEL)
+        if rows % PANEL:
+            x_panel = jnp.where(jnp.arange(PANEL) >= repeated, x_panel, 0)
         folded: list[Any] = [0] * parts
         for i in range(_FOLD):
             first = start + i * group
@@ -126,4 +122,4 @@ def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, 
         return [y + times_ones(lax.optimization_barrier(panel.flat(f)), 0) for y, f in zip(ys, folded, strict=True)]
 
     zeros = zeros_like_in((1, panel.positions(codes)), x.dtype, x)
-    return panel.weave_columns(panel.for_panels(rows, _PANEL, body, [zeros] * parts), cols)
+    return panel.weave_columns(panel.for_panels(rows, PANEL, body, [zeros] * parts), cols)
