@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 
 from eformer import explain, implicit, materialization_policy, materialize, quantize
-from eformer._kernels import Problem, qgather, qmatmul, qragged_dot, select
+from eformer._kernels import qgather, qmatmul, qragged_dot, select
 from eformer._kernels.backends import is_kernel_available
 from eformer._kernels.cuda import refuses_machine
 from eformer._kernels.grouped import GROUPED_PRODUCT
 from eformer._kernels.lookup import LOOKUP
 from eformer._kernels.matmul import PRODUCT
-from eformer._kernels.parameters import FORMS, product_problem
+from eformer._kernels.parameters import FORMS, Problem, product_problem
 from eformer.cli.doctor import random_storage
 from eformer.jaximus import leaf_predicate
 

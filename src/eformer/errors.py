@@ -67,12 +67,8 @@ class AmbiguousHandlerError(EformerError, plum.AmbiguousLookupError):
 
     def __init__(self, message: str):
         LookupError.__init__(self, message)
-        self.message = message
 
-    def __str__(self) -> str:
-        return self.message
-
-    __repr__ = __str__
+    __repr__ = __str__ = LookupError.__str__
 
 
 class HandlerResultError(EformerError, TypeError):

@@ -6,4 +6,3 @@ from .grouped import qragged_dot as qragged_dot
 from .lookup import qgather as qgather
 from .matmul import explain as explain
 from .matmul import qmatmul as qmatmul
-from .parameters import Problem as Problem

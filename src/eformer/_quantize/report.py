@@ -105,7 +105,9 @@ def report(params: Any, original: Any = None) -> Report:
     total                         5,120         4.92
     33,280 bytes dense, 15.4% of that held
     """
-    found = [leaf for leaf in open_tree(params).leaves if _is_array(leaf.value)]
+    kinds = (jax.Array, np.ndarray, ImplicitArray, jax.ShapeDtypeStruct)
+    found = [leaf for leaf in open_tree(params).leaves if isinstance(leaf.value, kinds)]
+    found = [leaf for leaf in found if not jnp.issubdtype(leaf.value.dtype, jax.dtypes.extended)]  # no random keys
     before = {} if original is None else {leaf.path: leaf.value for leaf in open_tree(original).leaves}
     seen: dict[int, str] = {}
     lines = []
@@ -124,12 +126,6 @@ def relative_error(value: Any, original: Any) -> float:
         noise = float(np.sum(np.square(np.asarray(materialize(value), np.float64) - exact)))
         signal = float(np.sum(np.square(exact)))
     return math.sqrt(noise / signal) if signal else (0.0 if not noise else math.inf)
-
-
-def _is_array(value: Any) -> bool:
-    """An array of numbers; a random key is none."""
-    is_array = isinstance(value, (jax.Array, np.ndarray, ImplicitArray, jax.ShapeDtypeStruct))
-    return is_array and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
 def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> LeafReport:
