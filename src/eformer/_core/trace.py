@@ -156,30 +156,45 @@ _EAGER = ImplicitTrace(traces.eval_trace, traces.TraceTag())
 
 def apply(f: Callable[..., Any], *args: Any) -> Any:
     """`f(*args)` with dispatch, for functions whose arguments are values and whose result is one array or a few."""
-    computed = all(isinstance(x, ImplicitArray) or traces.is_concrete(x) for x in args)
-    if f is operator.matmul and computed and traces.current_trace() is traces.eval_trace:
-        matmul, notices = _jitted_matmul(registry.version)
-        # What was materialized goes the long way from then on, where every caller is told of it.
-        if not notices or {kind for kind, *_ in notices}.isdisjoint(map(type, args)):
-            return matmul(*args)
-    return _applied(f, *args)
+    return _compiled(args, _applied, f) if f is operator.matmul else _applied(f, *args)
 
 
-@functools.lru_cache(maxsize=1)
-def _jitted_matmul(version: int) -> tuple[Callable[..., Any], list[Any]]:
-    """A product that is computed at once, as one compiled call; and what was noticed while it was traced.
+def _compiled(values: Sequence[Any], f: Callable[..., Any], *static: Any) -> Any:
+    """`f(*static, *values)`; as one compiled call, where all values have been computed.
 
-    JAX knows it again by the structure and the types of both operands and by its own settings, the policy among them.
+    JAX knows it again by the structure and the types of the values and by its own settings, the policy among them.
+    Types that were materialized, or whose handlers look at numbers, go the long way from then on: there every caller
+    is warned, and there are numbers.
     """
-    del version  # of the registry: new handlers, new programs
-    notices: list[Any] = []
+    if traces.current_trace() is traces.eval_trace:
+        jitted, slow = _jitted(registry.version, f, *static)
+        if all((is_implicit(v) or traces.is_concrete(v)) and type(v) not in slow for v in values):
+            try:
+                return jitted(*values)
+            except _NEEDS_NUMBERS:
+                slow.update(map(type, filter(is_implicit, values)))
+    return f(*static, *values)
+
+
+_NEEDS_NUMBERS = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(version: int, f: Callable[..., Any], *static: Any) -> tuple[Callable[..., Any], set[type]]:
+    """The compiled call, for one state of the registry; and the types that it is not for."""
+    slow: set[type] = set()
 
     @jax.jit
-    def matmul(a: Any, b: Any) -> Any:
+    def product(*values: Any) -> Any:
+        notices: list[Any] = []
         with _materialization.during(notices=notices):
-            return _applied(operator.matmul, a, b)
+            out = f(*static, *values)
+        slow.update(kind for kind, *_ in notices)
+        return out
 
-    return matmul, notices
+    return product, slow
 
 
 def _applied(f: Callable[..., Any], *args: Any) -> Any:
@@ -203,6 +218,13 @@ def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 def dispatch(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """The result of a primitive on values of which some are implicit. Runs under the parent trace."""
+    if primitive.name == "dot_general":
+        return _compiled(values, _dispatched, primitive, tuple(params.items()))
+    return _dispatched(primitive, params, *values)
+
+
+def _dispatched(primitive: Any, parameters: Any, *operands: Any) -> Any:
+    values, params = list(operands), dict(parameters)
     out = call_handlers(primitive, values, params)
     if out is not NotImplemented:
         return out
