@@ -22,7 +22,7 @@ from eformer._jax import callers, traces
 from . import materialization as _materialization
 from . import shape_dtype as _shape_dtype
 from .box import box
-from .fields import AUX, DECLARED, check_mapped, layout, replaceable_fields, source_of, static_data_of
+from .fields import AUX, DECLARED, StaticData, check_mapped, layout, replaceable_fields, static_data_of
 from .operators import ArrayOperators
 
 _CACHES = ("_known", "_aval", "_aux")
@@ -334,7 +334,8 @@ def _static_data(q: ImplicitArray) -> Any:
     if aux is None:
         data = (layout(type(q)).get_aux(q), *map(state.get, ("_shape", "_dtype", "_ranks")))
         aux = state["_aux"] = static_data_of(q, data)
-    elif (source := source_of(aux)) is not q:
+    elif (source := aux.source() if isinstance(aux, StaticData) else None) is not q:
+        # Read from another array, if that still lives; it is not known of data that was stored in between.
         state["_aux"] = static_data_of(q, aux)
         try:
             check_mapped(q, source)

@@ -119,11 +119,6 @@ def static_data_of(q: Any, data: tuple[Any, ...]) -> StaticData:
     return static
 
 
-def source_of(data: tuple[Any, ...]) -> Any:
-    """The array this static data was read from, if it still lives; not known of data that was stored in between."""
-    return data.source() if isinstance(data, StaticData) else None
-
-
 def check_mapped(q: Any, source: Any) -> None:
     """Refuse `jax.vmap` around a function where it maps another axis than that of the array.
 

@@ -47,16 +47,13 @@ def child_shardings(q: Any, sharding: Any) -> Any:
 @rule("device_put")
 def _device_put(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """Move the storage; a sharding the storage cannot have moves the dense array instead."""
-    return [_put(primitive, v, device) for v, device in zip(values, params["devices"], strict=True)]
-
-
-def _put(primitive: Any, value: Any, device: Any) -> Any:
-    if is_implicit(value) and isinstance(device, jax.sharding.Sharding):
-        target = child_shardings(value, device)
-        if target is not None:
-            return jax.device_put(value, target)
-        value = dense_for(primitive, value)
-    return jax.device_put(value, device)
+    placed = []
+    for value, device in zip(values, params["devices"], strict=True):
+        if is_implicit(value) and isinstance(device, jax.sharding.Sharding):
+            target = child_shardings(value, device)
+            value, device = (dense_for(primitive, value), device) if target is None else (value, target)
+        placed.append(jax.device_put(value, device))
+    return placed
 
 
 @rule("sharding_constraint")

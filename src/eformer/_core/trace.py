@@ -36,6 +36,9 @@ CALL_RULES: dict[str, Callable[..., Any]] = {}
 # The `with implicit:` blocks entered in this context, outermost first.
 open_blocks: ContextVar[tuple[Any, ...]] = ContextVar("eformer_open_blocks", default=())
 
+# What compiled products depend on, beside the settings of JAX; other rooms add theirs.
+switches: list[Callable[[], Any]] = []
+
 _COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne", "add_any"})
 
 
@@ -167,7 +170,8 @@ def _compiled(values: Sequence[Any], f: Callable[..., Any], *static: Any) -> Any
     is warned, and there are numbers.
     """
     if traces.current_trace() is traces.eval_trace:
-        jitted, slow = _jitted(registry.version, f, *static)
+        state = (registry.version, *[switch() for switch in switches])
+        jitted, slow = _jitted(state, f, *static)
         if all((is_implicit(v) or traces.is_concrete(v)) and type(v) not in slow for v in values):
             try:
                 return jitted(*values)
@@ -182,8 +186,8 @@ _NEEDS_NUMBERS = (
 
 
 @functools.lru_cache(maxsize=1024)
-def _jitted(version: int, f: Callable[..., Any], *static: Any) -> tuple[Callable[..., Any], set[type]]:
-    """The compiled call, for one state of the registry; and the types that it is not for."""
+def _jitted(state: tuple[Any, ...], f: Callable[..., Any], *static: Any) -> tuple[Callable[..., Any], set[type]]:
+    """The compiled call, for one state of the handlers and the switches; and the types that it is not for."""
     slow: set[type] = set()
 
     @jax.jit

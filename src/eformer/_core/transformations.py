@@ -278,9 +278,7 @@ class Explanation:
         return tuple(e for e in self.events if e.kind == "kernel")
 
     def __str__(self) -> str:
-        if not self.events:
-            return "nothing was materialized, and no kernel was chosen"
-        return "\n".join(map(_line, self.events))
+        return "\n".join(map(_line, self.events)) or "nothing was materialized, and no kernel was chosen"
 
     __repr__ = __str__
 

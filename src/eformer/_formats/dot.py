@@ -17,14 +17,18 @@ from jax import lax
 
 from eformer._core import materialize_handler, register
 from eformer._core.materialization import decode
+from eformer._core.trace import switches
 from eformer._jax import avals
 from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.formats import FORMATS
+from eformer._kernels.select import switches as kernel_switches
 from eformer._record import record
 
 from . import shapes as _shapes
 from .base import QuantizedArray
 from .gradients import product
+
+switches.append(kernel_switches)
 
 
 class Plan:
@@ -187,9 +191,6 @@ def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
     first = n_batch + len(x_sizes)
     order = [first + stored.index(a) for a in plan.q_kept]
     return lax.transpose(y, [*range(first), *order])
-
-
-# -- formats without a blocked axis ----------------------------------------------------------------------------------
 
 
 def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:

@@ -310,9 +310,6 @@ def convert_element_type(q: QuantizedArray, *, new_dtype: Any, **params: Any) ->
     return q if jnp.dtype(new_dtype) == q.dtype else q.replaced(dtype=jnp.dtype(new_dtype))
 
 
-# -- arithmetic that folds into the scale ------------------------------------------------------------------------------
-
-
 @register("neg")
 def neg(q: QuantizedArray, **params: Any) -> Any:
     if not jnp.issubdtype(q.dtype, jnp.floating):

@@ -45,8 +45,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.reason}", *(f"  not {name}: {why}" for name, why in self.rejected)]
-        return "\n".join(lines)
+        return "\n".join([f"{self.name}: {self.reason}", *(f"  not {name}: {why}" for name, why in self.rejected)])
 
 
 def anything(problem: Problem) -> None:
@@ -82,9 +81,6 @@ def _others(ranked: Sequence[Candidate], chosen: str, rejected: list[tuple[str, 
     reasons = dict(reversed(rejected))  # of two rows with one name, the reason of the first
     named = [c.name for c in ranked if c.name != chosen]
     return tuple((name, reasons.get(name, f"ranked after {chosen}")) for name in dict.fromkeys(named))
-
-
-# -- native kernels on and off for a piece of a program ----------------------------------------------------------------
 
 
 @contextlib.contextmanager

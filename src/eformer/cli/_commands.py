@@ -103,12 +103,10 @@ def version(name: str) -> str:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option every command has."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def print_json(found: Any) -> None:
-    """Data for programs: one object."""
     print(json.dumps(found, indent=2))
 
 

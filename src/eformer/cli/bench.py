@@ -93,7 +93,6 @@ def show(found: dict[str, Any]) -> None:
 
 
 def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    """A table of what `measure` found."""
     print_table(
         title,
         ["format", "rows of x", "kernel", "ms", "dense ms", "ratio"],

@@ -177,7 +177,6 @@ def show(found: dict[str, Any]) -> None:
 
 
 def show_plan(found: dict[str, Any]) -> None:
-    """Print what would be done."""
     rows = [[t["path"], t["format"], json.dumps(t["axis"]), t["reason"]] for t in found["tensors"]]
     print_table("plan", ["path", "format", "axis", "why it stays"], rows)
     for line in found["warnings"]:

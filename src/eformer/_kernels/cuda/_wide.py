@@ -116,7 +116,6 @@ def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:
 
 @functools.lru_cache(maxsize=1024)
 def cut(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> Cut:
-    """The quickest by the table."""
     costs, steps = costs_of(fmt, form), -(-deep // 64)
     enough = min((width for width, _ in costs if width >= m), default=max(width for width, _ in costs))
     widths = {enough, 128} if enough > 128 else {enough}

@@ -161,7 +161,6 @@ class LazyCheckpoint(NamedLeaves):
         return LeafInfo(name, kind, tuple(leaf.shape), leaf.dtype, nbytes, tensors)
 
     def entry(self, tensor: str) -> Entry:
-        """Where a stored tensor lies."""
         if tensor not in self._owners:
             raise CheckpointError("is not in the checkpoint.", file=self.path, tensor=tensor)
         return self._owners[tensor].entry(tensor)
@@ -255,7 +254,6 @@ def load(path: str | os.PathLike[str], like: Any = None, *, strict: bool = True,
 
 
 def restore_tree(checkpoint: NamedLeaves) -> Any:
-    """The tree as it was saved."""
     if checkpoint.structure is NO_STRUCTURE:
         return {name: checkpoint[name] for name in checkpoint}
     leaves: dict[str, Any] = {}
