@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from eformer._core import trace
 from eformer.jaximus import ImplicitArray, aux_field, materialize, register
 
 
@@ -42,6 +43,7 @@ def forget() -> None:
     """
     for function in COMPILED_WHOLE:
         function.clear_cache()
+    trace._jitted.cache_clear()
     DIARY.clear()
 
 
