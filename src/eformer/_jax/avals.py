@@ -44,7 +44,11 @@ def _evaluated(primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> l
     abstract_eval = getattr(primitive, "abstract_eval", None)
     if abstract_eval is None:
         return None
-    out = abstract_eval(*map(jax.typeof, args), **params)[0]
+    types = [jax.typeof(arg) for arg in args]
+    try:
+        out = abstract_eval(*types, **params)[0]
+    except _core.ShardingTypeError:  # explicit shardings from which JAX cannot tell that of the result; a handler may
+        out = abstract_eval(*(ShapedArray(t.shape, t.dtype) for t in types), **params)[0]
     return list(out) if primitive.multiple_results else [out]
 
 
