@@ -99,7 +99,7 @@ def test_inspect_shows_a_file(tmp_path):
 def test_quantize_file_reports_as_a_table(tmp_path):
     file = ef.save(tmp_path / "m.safetensors", {"w": jnp.ones((64, 64)), "norm": jnp.ones(64)})
     done = ef.quantize_file(file, tmp_path / "q.safetensors", {"norm": None, "*": "nf4"})
-    assert re.search(r"w +nf4 +16,384 +2,304\n", str(done))
+    assert re.search(r"w +nf4 +16,384 +2,304 +role: kernel\n", str(done))
     assert str(done).endswith("q.safetensors: 16,640 bytes to 2,560")
 
 

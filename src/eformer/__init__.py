@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from eformer.ops.quantization import lora_mask as lora_mask
     from eformer.ops.quantization import merge as merge
     from eformer.ops.quantization import merge_lora as merge_lora
+    from eformer.ops.quantization import plan_tree as plan_tree
     from eformer.ops.quantization import quant_delay as quant_delay
     from eformer.ops.quantization import quantize as quantize
     from eformer.ops.quantization import quantize_tree as quantize_tree
@@ -70,8 +71,8 @@ _NAMES = {
     ),
     "eformer.ops.quantization": (
         "Array1B Array8B ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora dequantize_tree "
-        "fake_quantize_tree lora_mask merge merge_lora quant_delay quantize quantize_tree report split_trainable "
-        "straight_through"
+        "fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize quantize_tree report "
+        "split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
     "eformer.serialization": "inspect load load_gguf open_gguf open_lazy quantize_file save",

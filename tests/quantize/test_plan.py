@@ -19,7 +19,7 @@ LEAVES: list[tuple[str, tuple[int, ...], Any]] = [
     ("model.embed_tokens.weight", (160, 64), -1),
     ("model.layers.0.self_attn.q_proj.weight", (64, 64), -1),
     ("model.layers.0.self_attn.q_proj.bias", (64,), "it is a bias"),
-    ("model.layers.0.self_attn.rotary_emb.inv_freq", (32,), "it is not a matrix"),
+    ("model.layers.0.self_attn.rotary_emb.inv_freq", (32,), "it is a constant"),
     ("model.layers.0.input_layernorm.weight", (64,), "it is a norm"),
     ("model.layers.0.norm_table.weight", (64, 64), "it is a norm"),
     ("model.layers.0.mlp.gate.weight", (64, 64), "it is a router"),
@@ -94,6 +94,7 @@ def test_the_plan_says_why(tmp_path, capsys):
         wanted = {name: decided for name, _, decided in LEAVES}[leaf.name]
         line = planned[leaf.name]
         assert (line["axis"] if line["format"] == "nf4" else line["reason"]) == wanted, leaf.name
+        assert line["reason"].startswith("role: ") == (line["format"] == "nf4")
         assert line["reason"] == leaf.reason
         assert line["format"] == leaf.format
 
@@ -104,7 +105,7 @@ def test_what_is_quantized_already_stays(tmp_path, capsys):
     assert main(["quantize", str(once.path), str(tmp_path / "never"), "--dry-run", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)["tensors"]
     twice = files.quantize_file(once.path, tmp_path / "two")
-    reasons = {"a.kernel": "it is quantized already", "b.kernel": ""}
+    reasons = {"a.kernel": "it is quantized already", "b.kernel": "role: kernel"}
     assert {line["path"]: line["reason"] for line in lines} == reasons
     assert {leaf.name: leaf.reason for leaf in twice.leaves} == reasons
 
@@ -125,14 +126,15 @@ NARROW = {
 def test_quantizing_never_enlarges(fmt, dtype, tmp_path):
     keys = jax.random.split(jax.random.key(1), len(NARROW))
     dense = {n: jax.random.normal(k, shape).astype(dtype) for k, (n, shape) in zip(keys, NARROW.items(), strict=True)}
-    made = quantize_tree(nested(dense), fmt, donate=False)
+    made = quantize_tree(nested(dense), fmt, donate=False, skip=())
     for leaf in report(made).leaves:
         assert leaf.nbytes < leaf.dense_nbytes, leaf
     restored = flat(dequantize_tree(made))
     for name, w in dense.items():
         error = jnp.linalg.norm((restored[name] - w).astype("float32")) / jnp.linalg.norm(w.astype("float32"))
         assert error < {"nf4": 0.1, "int8": 0.02, "ternary": 0.5, "binary": 0.65}[fmt], name
-    done = files.quantize_file(files.save(tmp_path / "in.safetensors", dense), tmp_path / "out.safetensors", fmt)
+    source = files.save(tmp_path / "in.safetensors", dense)
+    done = files.quantize_file(source, tmp_path / "out.safetensors", fmt, skip=())
     assert all(leaf.nbytes_out < leaf.nbytes_in for leaf in done.leaves)
     assert all(leaf.format == fmt for leaf in done.leaves)
 
@@ -149,12 +151,12 @@ def test_what_cannot_get_smaller_stays_and_says_so(tmp_path, capsys):
     dense = {"conv1d.weight": jnp.ones((4096, 1, 4))}
     source = files.save(tmp_path / "in.safetensors", dense)
     rules = {"*": {"dtype": "nf4", "axis": 1}}  # an axis that is asked for is not replaced
-    done = files.quantize_file(source, tmp_path / "out.safetensors", rules)
+    done = files.quantize_file(source, tmp_path / "out.safetensors", rules, skip=())
     wanted = "it would not get smaller: it has 65,536 bytes"
     assert [(leaf.format, leaf.reason) for leaf in done.leaves] == [("dense", wanted)]
     with pytest.warns(UserWarning, match=r"rule '\*' quantizes nothing: .* would not get smaller"):
-        kept = quantize_tree(nested(dense), rules, donate=False)
+        kept = quantize_tree(nested(dense), rules, donate=False, skip=())
     assert isinstance(kept["conv1d"]["weight"], jax.Array)
-    argv = ["quantize", str(source), str(tmp_path / "never"), "--dry-run", "--json", "--axis", "1"]
+    argv = ["quantize", str(source), str(tmp_path / "never"), "--dry-run", "--json", "--axis", "1", "--skip", ""]
     assert main(argv) == 0
     assert [line["reason"] for line in json.loads(capsys.readouterr().out)["tensors"]] == [wanted]

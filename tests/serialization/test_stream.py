@@ -88,13 +88,16 @@ def test_rules_meet_leaves_they_cannot_quantize(tmp_path):
     w = jnp.ones((64, 4))
     tree = {"q": quantize(w, dtype="ternary"), "i": jnp.arange(3), "s": jnp.float32(1), "n": 2, "w": w}
     source = files.save(tmp_path / "in.safetensors", tree)
-    report = files.quantize_file(source, tmp_path / "out.safetensors", QuantizationConfig("int8"), axis=0, min_size=0)
+    with pytest.raises(ValueError, match=r"'q' is quantized already, with dtype=ternary, and dtype=int8 is asked for"):
+        files.quantize_file(source, tmp_path / "out.safetensors", "int8")
+    rules = {"q": None, "*": QuantizationConfig("int8")}
+    report = files.quantize_file(source, tmp_path / "out.safetensors", rules, axis=0, min_size=0)
     assert {leaf.name: leaf.reason for leaf in report.leaves} == {
-        "q": "it is quantized already",
+        "q": "a rule keeps it",
         "i": "its dtype is int32",
         "s": "it is not a matrix",
         "n": "it is not an array",
-        "w": "",
+        "w": "role: kernel",
     }
     found = files.load(report.path)
     assert_same(found, {**tree, "w": Array8B.quantize(w, axis=0)})
@@ -105,7 +108,7 @@ def test_rules_meet_leaves_they_cannot_quantize(tmp_path):
     for same in (source, split, split.parent, split.parent / "m.safetensors"):
         target = source if same == source else split.parent / "m.safetensors"
         with pytest.raises(files.CheckpointError, match="is the source too"):
-            files.quantize_file(same, target, "nf4")
+            files.quantize_file(same, target)
     assert_same(files.load(split), tree)
     with pytest.raises(files.CheckpointError, match=r"'w'.*cannot be quantized.*out of range"):
         files.quantize_file(source, tmp_path / "x.safetensors", {"w": {"dtype": "nf4", "axis": 7}}, min_size=0)

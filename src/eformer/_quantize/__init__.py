@@ -11,5 +11,6 @@ from .report import Report as Report
 from .report import report as report
 from .tree import dequantize_tree as dequantize_tree
 from .tree import fake_quantize_tree as fake_quantize_tree
+from .tree import plan_tree as plan_tree
 from .tree import quant_delay as quant_delay
 from .tree import quantize_tree as quantize_tree

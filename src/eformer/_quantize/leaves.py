@@ -118,10 +118,14 @@ GROUPS = {
     "heads": "head",
     "embeddings": "embedding",
     "convolutions": "conv",
+    "constants": "constant",
+    "unsure": "unsure",
 }
 
 _MATRIX = ("kernel", "w", "weight")
-_BIAS = re.compile(r"^(b|bias|.*_bias)$")
+# Names that stand for an operand of a product, whatever the shape.
+_OPERAND = re.compile(r"^w\w?\d?$|^[qkvo]$|kernel|weight|proj|linear|dense|einsum|lora|embed|head|(^|_)fc")
+_BIAS = re.compile(r"^(bias|biases|.*_bias)$")
 # Names are compared by their parts: "layer_norm", "norm1" and "LayerNorm_0" have a part "norm", "denormalize" has not.
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NORM = re.compile(r"(?!de|un)[a-z]*norms?|normali[sz](e|er|ation)")
@@ -130,9 +134,16 @@ _POSITION = re.compile(r"positions?|positional|posemb[a-z]*")
 # What a layer with a norm or positions in its name is when it is a matrix after all.
 _PROJECTION = frozenset(("proj", "projection", "linear", "dense"))
 _POSITIONWISE = frozenset(("wise", "ff", "ffn", "ffw", "feed", "feedforward", "mlp")) | _PROJECTION
-_ROUTER = re.compile(r"router")
-_HEAD = re.compile(r"^(lm_head|head|classifier|logits|unembed(ding)?|output_projection)$")
-_EMBEDDING = re.compile(r"embed|^wte$")
+_ROUTER = re.compile(r"router|gate_inp|expert_gate")
+_HEAD = re.compile(r"^(lm_head|head|classifier|logits|unembed(ding)?|embed_out|output_projection)$")
+_EMBEDDING = re.compile(r"embed|embd|^wte$|^emb$")
+# What scales, masks, rotates, decays or counts, and what is added to a sequence: tensors of their own, not of a layer.
+_CONSTANT = frozenset(
+    ("absmax", "cached", "cos", "decay", "freq", "freqs", "log", "mask", "mean", "mix", "point", "scale", "scales")
+    + ("scb", "sin", "std", "token", "tokens", "var", "zeros")
+)
+_STATE_SPACE = ("d", "ssm_a", "ssm_d", "r_k")
+_SHORT = 16  # fewer entries than this along the second longest axis make a matrix that is more like a few vectors
 _ATTENTION_IN = re.compile(r"^w?(q|k|v|query|key|value)(_proj)?$")
 _ATTENTION_OUT = re.compile(r"^w?(o|out|output)(_proj)?$")
 _QUERIES, _OUTPUTS = ("query", "q", "q_proj", "wq", "query_proj"), ("out", "o", "o_proj", "wo", "out_proj", "output")
@@ -146,6 +157,7 @@ class Role:
     inputs: tuple[int, ...] = (-2,)
     outputs: tuple[int, ...] = (-1,)
     batch: int = 0  # leading axes that number matrices: layers of a stack, experts
+    doubt: str = ""  # why it is unsure that a product uses the leaf
 
     def axis(self, scales_many_axes: bool) -> int | tuple[int, ...]:
         """The axis to quantize along.
@@ -172,30 +184,75 @@ def _role(leaf: Leaf, shapes: Mapping[tuple[str, ...], tuple[int, ...]]) -> Role
     shape = shapes[leaf.names]
     kind = _kind(leaf, shapes)
     if kind == "conv":
-        return _convolution(leaf, shape)
-    if kind == "embedding" or len(shape) < 2:
-        return Role(kind, batch=max(len(shape) - 2, 0))
-    inputs, outputs = _matrix_axes(leaf, shapes)
-    return Role(kind, inputs, outputs, len(shape) - len(inputs) - len(outputs))
+        role = _convolution(leaf, shape)
+    elif kind == "embedding" or len(shape) < 2:
+        role = Role(kind, batch=max(len(shape) - 2, 0))
+    else:
+        inputs, outputs = _matrix_axes(leaf, shapes)
+        role = Role(kind, inputs, outputs, len(shape) - len(inputs) - len(outputs))
+    doubt = _doubt(leaf, role, shape) if kind in ("conv", "embedding", "kernel", "head") else ""
+    return dataclasses.replace(role, kind="unsure", doubt=doubt) if doubt else role
 
 
 def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
     names = [name.lower() for name in leaf.names]
     name, holders = (names[-1] if names else ""), names[:-1]
     parts = [_parts(part) for part in leaf.names[-2:]]
-    if _BIAS.match(name):
+    if _BIAS.match(name) or (name == "b" and _is_bias(leaf, shapes)):
         return "bias"
     if name in _NORM_LEAF or any(map(_is_norm, [_parts(type(leaf.parent).__name__), *parts])):
         return "norm"
     if any(map(_is_position, parts)):
         return "position"
+    if _is_constant(name, holders, parts, shapes, leaf.names[:-1]):
+        return "constant"
     if any(map(_ROUTER.search, names)) or _is_gate_of_experts(leaf, shapes):
         return "router"
     if any(map(_HEAD.match, names[-2:])):
         return "head"
-    if _is_embedding(leaf, name, holders):
-        return "embedding"
-    return "conv" if _is_convolution(leaf, holders, shapes[leaf.names]) else "kernel"
+    if _is_convolution(leaf, name, holders, shapes[leaf.names]):
+        return "conv"
+    return "embedding" if _is_embedding(leaf, name, holders) else "kernel"
+
+
+def _is_bias(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> bool:
+    """A leaf called `b` is a bias if it is no matrix, or if a matrix beside it has its axes and one more."""
+    shape, beside = shapes[leaf.names], [shapes.get((*leaf.names[:-1], name), ()) for name in _MATRIX]
+    without_one = [other[:i] + other[i + 1 :] for other in beside for i in range(len(other))]
+    return len(shape) < 2 or shape in without_one
+
+
+def _is_constant(name: str, holders: Sequence[str], parts: Any, shapes: Any, beside: tuple[str, ...]) -> bool:
+    if name in _MATRIX:  # of a layer: only frequencies are stored so
+        return bool(holders) and holders[-1].endswith(("freqs", "freq"))
+    own = parts[-1] if parts else []
+    if name in _STATE_SPACE and (name != "d" or (*beside, "A_log") in shapes):
+        return True
+    if any(part.startswith("emb") for part in own) or not _PROJECTION.isdisjoint(own):
+        return False
+    return not _CONSTANT.isdisjoint(own) or (own[:1] == ["time"] and len(own) > 1)
+
+
+def _doubt(leaf: Leaf, role: Role, shape: Sequence[int]) -> str:
+    """Why a leaf that looks like an operand of a product may be none, or nothing."""
+    if len(shape) < 2:
+        return ""
+    longest = sorted(shape)[-2:]
+    thin = longest[0] < _SHORT and longest[1] >= _SHORT * longest[0]
+    if longest[0] == 1:
+        return "it is a vector, all its axes but one have length 1"
+    own = next((n for n in reversed(leaf.names) if n not in _MATRIX), "").lower()
+    if role.kind == "conv" and shape[role.inputs[0]] == 1:
+        return "it filters channels one by one"
+    if thin and (
+        ("conv" in own and len(shape) == 2) or (role.kind == "embedding" and leaf.names[-1] not in ("kernel", "w"))
+    ):
+        return f"it is a table of {longest[0]} rows"
+    if any(map(_OPERAND.search, (name.lower() for name in leaf.names[-2:]))):
+        return ""
+    if len(shape) > 2 and shape[0] == 1:
+        return "its first axis has length 1, as that of what is added to a batch"
+    return f"it has only {longest[0]} rows, and its name does not say what it is for" if thin else ""
 
 
 def _parts(name: str) -> list[str]:
@@ -216,17 +273,23 @@ def _is_norm(parts: Sequence[str]) -> bool:
 def _is_position(parts: Sequence[str]) -> bool:
     if not parts or not _POSITIONWISE.isdisjoint(parts):
         return False
-    abbreviated = parts[0] == "pos" or ("pos" in parts and any(part.startswith("emb") for part in parts))
+    table = any(part.startswith(("emb", "bias", "pos")) for part in parts)
+    abbreviated = parts[0] == "pos" or (table and not {"pos", "rel", "relpos", "relative"}.isdisjoint(parts))
     return abbreviated or parts == ["wpe"] or any(map(_POSITION.fullmatch, parts))
 
 
 def _is_gate_of_experts(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> bool:
-    """A layer called `gate` is a router when experts stand next to it, and one half of an MLP otherwise."""
-    if "gate" not in leaf.names[-2:]:
+    """A layer called `gate` is a router when experts stand next to it, and one half of an MLP otherwise.
+
+    Experts are called so, or are a stack of matrices, one for every output of the gate.
+    """
+    if "gate" not in leaf.names[-3:]:
         return False
     beside = leaf.names[: len(leaf.names) - 1 - leaf.names[::-1].index("gate")]
-    depth = len(beside)
-    return any(other[:depth] == beside and len(other) > depth and "expert" in other[depth].lower() for other in shapes)
+    depth, own = len(beside), shapes[leaf.names]
+    near = [other for other in shapes if other[:depth] == beside and len(other) > depth]
+    stacks = [shapes[other] for other in near if len(shapes[other]) == len(own) + 1]
+    return any("expert" in other[depth].lower() for other in near) or any(min(own) in s[:-2] for s in stacks if own)
 
 
 def _is_embedding(leaf: Leaf, name: str, holders: Sequence[str]) -> bool:
@@ -238,10 +301,11 @@ def _is_embedding(leaf: Leaf, name: str, holders: Sequence[str]) -> bool:
     return _EMBEDDING.search(last) is not None
 
 
-def _is_convolution(leaf: Leaf, holders: Sequence[str], shape: Sequence[int]) -> bool:
+def _is_convolution(leaf: Leaf, name: str, holders: Sequence[str], shape: Sequence[int]) -> bool:
     if hasattr(leaf.parent, "num_spatial_dims") or hasattr(leaf.parent, "kernel_size"):
         return True
-    return len(shape) >= 3 and any("conv" in name for name in holders[-1:])
+    window = name == "weight" and len(shape) == 4 and max(shape[-2:]) <= 32 and shape[-1] == shape[-2]
+    return window or (len(shape) >= 3 and any("conv" in name for name in holders[-1:]))
 
 
 def _convolution(leaf: Leaf, shape: Sequence[int]) -> Role:

@@ -18,16 +18,18 @@ from typing import Any
 
 import jax
 
+from eformer import _table
 from eformer._core import ImplicitArray
 from eformer._formats.arguments import FLOATS
 from eformer.errors import UnusedRuleWarning
 
-from .config import Axis, QuantizationConfig, QuantizationType, quantize_stack
+from .config import Axis, QuantizationConfig, QuantizationType, config_of, quantize_stack
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 
-SKIP = ("norms", "biases", "routers", "positions")
+SKIP = ("norms", "biases", "routers", "positions", "constants", "unsure")
 MIN_SIZE = 4096
 _REGEX = "re:"
+_UNSURE = "it is unsure that a product uses it"
 
 Choice = QuantizationConfig | QuantizationType | str | Mapping[str, Any] | None
 
@@ -142,7 +144,7 @@ def _slashed(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A leaf, its role, how to quantize it (None: it stays as it is), why it stays, and the pattern that decided."""
+    """A leaf, its role, how to quantize it (None: it stays as it is), why, and the pattern that decided."""
 
     leaf: Leaf
     role: Role
@@ -163,6 +165,15 @@ class Plan:
     def warnings(self) -> list[str]:
         """A line for every rule that might as well not be there."""
         return [*map(str, self.unused), *self.without_effect]
+
+    @property
+    def unsure(self) -> list[str]:
+        """The leaves that stay because it is not sure that a product uses them."""
+        return [d.leaf.path for d in self.decisions if d.config is None and d.reason.startswith(_UNSURE)]
+
+    def __str__(self) -> str:
+        rows = [(d.leaf.path, "dense" if d.config is None else d.config.dtype, d.reason) for d in self.decisions]
+        return "\n".join([*_table.lines(("path", "format", "why"), rows), *self.warnings])
 
     def warn(self) -> None:
         """Name such rules to the caller of the caller."""
@@ -185,8 +196,9 @@ def plan(
 
     Only shapes and dtypes are looked at. Arguments are those of `quantize_tree`; `axis` is for rules that name none.
     """
+    asked = default != "nf4"  # by name, and not because nothing else was said
     if isinstance(rules, (str, QuantizationConfig)):  # one choice for everything
-        rules, default = None, rules
+        rules, default, asked = None, rules, True
     ordered, fallback = Rules({} if rules is None else rules), as_config(default)
     kinds = skipped_kinds(skip)
     if min_size < 0:
@@ -197,6 +209,8 @@ def plan(
         wanted = fallback if rule is None else rule.config
         config, why = None, "a rule keeps it"
         if wanted is not None:
+            if asked or rule is not None:
+                _check_format(leaf, wanted)
             why = _obstacle(leaf.value, role, min_size, kinds)
             config, why = (None, why) if why else _smaller(wanted, leaf.value, role, axis)
         decisions.append(Decision(leaf, role, config, why, None if rule is None else rule.pattern))
@@ -227,11 +241,26 @@ def _obstacle(value: Any, role: Role, min_size: int, skip: frozenset[str]) -> st
     if value.dtype.name not in FLOATS:
         return f"its dtype is {value.dtype.name}"
     if role.kind in skip:
-        return f"it is a {role.kind}"
+        return f"{_UNSURE}: {role.doubt}" if role.doubt else f"it is a {role.kind}"
     if len(value.shape) < 2:
         return "it is not a matrix"
     size = math.prod(value.shape)
     return f"it has {size} values, fewer than {min_size}" if size < min_size or not size else ""
+
+
+def _check_format(leaf: Leaf, wanted: QuantizationConfig) -> None:
+    """Refuse to leave a quantized leaf as it is where another format was asked for by name."""
+    found = config_of(leaf.value) if isinstance(leaf.value, ImplicitArray) else None
+    if found is None:
+        return
+    same = dataclasses.replace(wanted, axis=found.axis, use_kernel=found.use_kernel, simulate=False)
+    if found not in (same, _in_one_block(same, leaf.value.shape)):
+        names = [f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(same, f.name)]
+        asked, there = (", ".join(f"{n}={getattr(c, n)!s}" for n in names) for c in (wanted, found))
+        raise ValueError(
+            f"{leaf.path!r} is quantized already, with {there}, and {asked} is asked for. Nothing is quantized twice: "
+            f"call dequantize_tree first, or keep it with a rule, {{{leaf.path!r}: None}}."
+        )
 
 
 def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> tuple[QuantizationConfig | None, str]:
@@ -244,12 +273,14 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
     axes = [role.axis(wanted.format.scales_many_axes) if asked is None else asked]
     if asked is None:
         axes += sorted(range(-len(value.shape), 0), key=lambda i: -value.shape[i])
+        if role.kind == "conv" and isinstance(axes[0], int) and value.shape[axes[0]] < 8:  # the colours of an image
+            axes = [*axes[1:], axes[0]]
     dense = nbytes_of(value)
     for config in (dataclasses.replace(wanted, axis=a) for a in axes):
         for candidate in (config, _in_one_block(config, value.shape)):
             nbytes = None if wanted.simulate else _stored_nbytes(candidate, role.batch, value.shape, value.dtype.name)
             if nbytes is None or nbytes < dense:
-                return candidate, ""
+                return candidate, f"role: {role.kind}"
     return None, f"it would not get smaller: it has {dense:,} bytes"
 
 

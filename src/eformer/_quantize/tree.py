@@ -19,7 +19,7 @@ from eformer._table import printable
 
 from .config import QuantizationConfig, quantize_stack
 from .leaves import nbytes_of, open_tree
-from .plan import MIN_SIZE, SKIP, Choice, Decision, plan
+from .plan import MIN_SIZE, SKIP, Choice, Decision, Plan, plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def quantize_tree(
 
     Leaves are taken one after the other. A leaf that appears twice (tied weights) is quantized once, as its first path
     asks, and appears twice again; where another path keeps it, it stays dense there. Leaves already quantized stay as
-    they are.
+    they are, and are refused where rules or `default` ask for another format.
 
     Args:
         params: the model or its parameters. Leaves may be NumPy arrays (memory-mapped ones too).
@@ -92,8 +92,9 @@ def quantize_tree(
             `default`. Rules without effect are named in a warning.
         default: for leaves that no rule matches; None keeps them.
         min_size: matrices with fewer values stay as they are, whatever rules say.
-        skip: groups that stay as they are, whatever rules say: any of norms, biases, routers, positions, heads,
-            embeddings, convolutions.
+        skip: groups that stay as they are, whatever rules say: any of norms, biases, routers, positions, constants
+            (scales, masks, frequencies, tokens), unsure (what may be no operand of a product; `plan_tree` says why),
+            heads, embeddings, convolutions.
         abstract: compute nothing and give `jax.ShapeDtypeStruct` leaves; the leaves of `params` may be such, too.
         donate: free every JAX array that was quantized and that no result keeps, so that memory never holds the model
             twice. `params` cannot be used afterwards.
@@ -124,6 +125,17 @@ def quantize_tree(
                 tell(Progress(decision.leaf.path, done, total))
             results.append(value)
     return tree.rebuild(results)
+
+
+def plan_tree(params: Any, rules: Any = None, **options: Any) -> Plan:
+    """What `quantize_tree` would do with every leaf, and why: arguments are the same. Prints as a table.
+
+    >>> print(plan_tree({"norm": {"scale": jnp.ones(64)}, "dense": {"kernel": jnp.ones((64, 64))}}))
+    path          format  why
+    dense/kernel  nf4     role: kernel
+    norm/scale    dense   it is a norm
+    """
+    return plan(open_tree(params).leaves, rules, **options)
 
 
 def dequantize_tree(params: Any, dtype: Any = None) -> Any:

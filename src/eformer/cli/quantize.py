@@ -11,6 +11,7 @@ from typing import Any
 from eformer._quantize.leaves import GROUPS
 from eformer._quantize.plan import MIN_SIZE, SKIP, Plan
 from eformer._quantize.tree import reporter
+from eformer._table import printable
 from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
 from eformer.serialization import GgufFile, StreamReport
@@ -69,7 +70,7 @@ def described(planned: Plan) -> dict[str, Any]:
         }
         for d in planned.decisions
     ]
-    return {"tensors": lines, "warnings": planned.warnings}
+    return {"tensors": lines, "unsure": planned.unsure, "warnings": planned.warnings}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
             raise
         except ValueError as err:  # a size that cannot be read
             raise WrongUse(str(err)) from err
-    found = summary(done, planned.warnings)
+    found = {**summary(done, planned.warnings), "unsure": planned.unsure}
     print_json(found) if options.json else show(found)
     return OK
 
@@ -172,12 +173,15 @@ def show(found: dict[str, Any]) -> None:
     )
     if found["resumed"]:
         print(f"{found['resumed']} tensors were done by an earlier run")
+    if found["unsure"]:
+        names, more = ", ".join(map(printable, found["unsure"][:5])), len(found["unsure"]) - 5
+        print(f"left dense, because it is unsure that a product uses them: {names}{f' and {more} more' * (more > 0)}")
     for line in found["warnings"]:
         print(f"warning: {line}")
 
 
 def show_plan(found: dict[str, Any]) -> None:
     rows = [[t["path"], t["format"], json.dumps(t["axis"]), t["reason"]] for t in found["tensors"]]
-    print_table("plan", ["path", "format", "axis", "why it stays"], rows)
+    print_table("plan", ["path", "format", "axis", "why"], rows)
     for line in found["warnings"]:
         print(f"warning: {line}")

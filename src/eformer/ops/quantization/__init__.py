@@ -21,6 +21,7 @@ from eformer._lora import split_trainable as split_trainable
 from eformer._quantize import Report as Report
 from eformer._quantize import dequantize_tree as dequantize_tree
 from eformer._quantize import fake_quantize_tree as fake_quantize_tree
+from eformer._quantize import plan_tree as plan_tree
 from eformer._quantize import quant_delay as quant_delay
 from eformer._quantize import quantize_tree as quantize_tree
 from eformer._quantize import report as report
