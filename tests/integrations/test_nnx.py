@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 
 from eformer.integrations.nnx import Dispatching, trainable
@@ -17,6 +18,7 @@ from eformer.ops.quantization import (
     add_lora,
     dequantize_tree,
     merge,
+    merge_lora,
     quantize_tree,
     split_trainable,
 )
@@ -123,6 +125,48 @@ def test_adapters_in_a_module(key: jax.Array):
     close(value, loss(dense, x))
     wrt_kernel = nnx.grad(loss)(dense, x).up.kernel[...]
     close(grads["up/kernel/b"], factors["up/kernel/a"].T @ wrt_kernel)
+
+
+@pytest.mark.parametrize("base", ["nf4", None])
+def test_the_filter_trains_adapters_as_split_trainable_does(base, key: jax.Array):
+    keys = jax.random.split(key, 3)
+    quantized = quantize_tree(Mlp(nnx.Rngs(0)), default=base, min_size=0)
+    x, target = jax.random.normal(keys[0], (8, 32)), jax.random.normal(keys[1], (8, 32))
+    tx = optax.adam(1e-2)
+
+    @implicit
+    def error(model: Any) -> jax.Array:
+        return jnp.mean((model(x) - target) ** 2)
+
+    factors, frozen = split_trainable(add_lora(quantized, "*", 2, keys[2]), also=["*bias", "*scale"])
+    state = tx.init(factors)
+    model = add_lora(quantized, "*", 2, keys[2])
+    weights = jax.tree.leaves(model.up.kernel[...].w)
+    optimizer = nnx.Optimizer(model, tx, wrt=trainable)
+    seen = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
+    assert seen == set(factors)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> jax.Array:
+        value, grads = nnx.value_and_grad(error, argnums=nnx.DiffState(0, trainable))(model)
+        optimizer.update(model, grads)
+        return value
+
+    with materialization_policy("error"):
+        for _ in range(4):
+            wanted, grads = jax.value_and_grad(lambda f: error(merge(f, frozen)))(factors)
+            updates, state = tx.update(grads, state)
+            factors = optax.apply_updates(factors, updates)
+            close(step(model, optimizer), wanted)
+    assert wanted > error(model)
+    adapter = model.down.kernel[...]
+    assert isinstance(adapter, LoraArray)
+    assert float(jnp.abs(adapter.b).max()) > 1e-3
+    close((adapter.a, adapter.b), (factors["down/kernel/a"], factors["down/kernel/b"]))
+    close(jax.tree.leaves(model.up.kernel[...].w), weights, tol=0.0)
+    merged, _ = merge_lora(model, "dense")
+    assert isinstance(merged.up.kernel, nnx.Param)
+    close(error(merged), error(model))
 
 
 def test_the_filter():

@@ -10,6 +10,7 @@ correctness: any axis gives a right model, the right one gives a quick and a sli
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import re
 import sys
@@ -56,25 +57,28 @@ def open_tree(params: Any) -> Tree:
     >>> tree.rebuild([3.0, 4.0])
     {'dense': {'bias': 3.0, 'kernel': 4.0}}
     """
-    state, merge = _state(params)
+    state, root, merge = _state(params)
     pairs, treedef = tree_flatten_with_path_with_implicit(state)
-    leaves = tuple(_leaf(path, value, params) for path, value in pairs)
+    leaves = tuple(_leaf(path, value, root) for path, value in pairs)
     return Tree(leaves, lambda values: merge(treedef.unflatten(values)))
 
 
 def map_tree(f: Callable[[Any], Any], params: Any, is_leaf: Callable[[Any], bool]) -> Any:
     """`jax.tree.map`, for NNX modules too."""
-    state, merge = _state(params)
+    state, _, merge = _state(params)
     return merge(jtu.tree_map(f, state, is_leaf=is_leaf))
 
 
-def _state(params: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The pytree of a model, and what makes a model of such a tree."""
+def _state(params: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """The pytree of a model, the model that has its names, and what makes a model of such a tree."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(params, nnx.Module):
-        return params, lambda tree: tree
-    graph, state = nnx.split(params)
-    return state, lambda tree: nnx.merge(graph, tree)
+        return params, params, lambda tree: tree
+    # Adapters are modules there; here they are arrays. By name, because what depends on Flax comes after this room.
+    adapters = importlib.import_module("eformer.integrations.nnx")
+    root = adapters.joined(params)
+    graph, state = nnx.split(root)
+    return state, root, lambda tree: adapters.taken_apart(nnx.merge(graph, tree))
 
 
 def nbytes_of(array: Any) -> int:

@@ -10,11 +10,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 
 from eformer._core import ImplicitArray, implicit
+from eformer._formats.arguments import is_storage
+from eformer._lora import LoraArray
 
 
 class Dispatching(nnx.Module):
@@ -33,12 +36,76 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def trainable(path: tuple[Any, ...], value: Any) -> bool:
-    """A filter for dense parameters, which have gradients. Quantized ones have none.
+    """A filter for what has gradients: dense parameters, and the factors of adapters but not what they adapt.
 
-    Use it as `nnx.DiffState(0, trainable)` with `nnx.grad`, and as `nnx.Optimizer(model, optimizer, wrt=trainable)`.
-    For adapters, whose factors are parts of a parameter, see `split_trainable`.
+    Use it as `nnx.DiffState(0, trainable)` with `nnx.grad`, and as `nnx.Optimizer(model, optimizer, wrt=trainable)`. To
+    train the factors alone, give `nnx.LoRAParam` instead.
     """
     del path
     if not (isinstance(value, nnx.Variable) and issubclass(value.type, nnx.Param)):
         return False
+    if value.get_metadata().get("adapted"):
+        return False
     return not isinstance(value.get_raw_value(), ImplicitArray)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class AdaptedParam(nnx.Module):
+    """Stands where a parameter with a `LoraArray` stood, so that filters see its factors; who reads it gets that array.
+
+    `w` is the parameter without the adapter, `a` and `b` are `nnx.LoRAParam`s.
+    """
+
+    def __init__(self, param: nnx.Variable[Any], array: LoraArray):
+        self.w, self.a, self.b = param.replace(array.w), nnx.LoRAParam(array.a), nnx.LoRAParam(array.b)
+        self.w.set_metadata("adapted", array.tree_flatten_with_keys()[1])
+
+    def get_value(self) -> LoraArray:
+        parts = (x.get_raw_value() for x in (self.w, self.a, self.b))
+        return LoraArray.tree_unflatten(self.w.get_metadata("adapted"), parts)
+
+    get_raw_value = __jax_array__ = get_value
+
+    value = property(get_value)
+    shape = property(lambda self: self.w.get_raw_value().shape)
+    dtype = property(lambda self: self.w.get_raw_value().dtype)
+    ndim = property(lambda self: self.w.get_raw_value().ndim)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get_value() if index is Ellipsis else self.get_value()[index]
+
+
+def joined(model: nnx.Module) -> nnx.Module:
+    """The model with one parameter in place of every `AdaptedParam`; a copy if there are any."""
+    if not any(isinstance(node, AdaptedParam) for _, node in nnx.iter_graph(model)):
+        return model
+
+    def join(x: Any) -> Any:
+        if not isinstance(x, AdaptedParam):
+            return x
+        param = x.w.replace(x.get_value())
+        param.del_metadata("adapted")
+        return param
+
+    return _exchanged(nnx.merge(*nnx.split(model)), join)
+
+
+def taken_apart(model: nnx.Module) -> nnx.Module:
+    """The same model with an `AdaptedParam` in place of every parameter that holds an adapter with factors."""
+
+    def apart(x: Any) -> Any:
+        array = x.get_raw_value() if isinstance(x, nnx.Variable) else None
+        return AdaptedParam(x, array) if isinstance(array, LoraArray) and is_storage(array.a, array.b) else x
+
+    return _exchanged(model, apart)
+
+
+def _exchanged(model: nnx.Module, new: Callable[[Any], Any]) -> nnx.Module:
+    made: dict[int, Any] = {}  # what is shared stays shared
+    for node in [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]:
+        for name, value in list(vars(node).items()):
+            if made.setdefault(id(value), new(value)) is not value:
+                setattr(node, name, made[id(value)])
+    return model
