@@ -22,6 +22,7 @@ from eformer._jax import callers, traces
 from . import materialization as _materialization
 from . import shape_dtype as _shape_dtype
 from .box import box
+from .exporting import register_for_export
 from .fields import AUX, DECLARED, StaticData, check_mapped, layout, replaceable_fields, static_data_of
 from .operators import ArrayOperators
 
@@ -146,6 +147,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
             setattr(cls, "materialize", _materialization.instrumented(cls.__dict__["materialize"]))  # noqa: B010
         fast = _flatten if cls.tree_flatten_with_keys is ImplicitArray.tree_flatten_with_keys else None
         jtu.register_pytree_with_keys(cls, lambda q: q.tree_flatten_with_keys(), cls.tree_unflatten, fast)
+        register_for_export(cls)
         traces.register_value_type(cls, _shape_dtype.aval_of, box)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
