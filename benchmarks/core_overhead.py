@@ -48,6 +48,7 @@ class Carried(ImplicitArray):
     scale: jax.Array
 
     core_ndim: ClassVar[int] = 2
+    compiles_products: ClassVar[bool] = True  # as quantized arrays do
 
     def compute_shape(self) -> tuple[int, ...]:
         return tuple(self.w.shape)

@@ -96,6 +96,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
 
     Class attribute `core_ndim`: the trailing logical axes that belong together. Axes in front of them are batch axes:
     leading axis i of the array is leading axis i of every child. Declaring it lets vmap, scan and indexing slice them.
+    `compiles_products`: a `dot_general` outside of jit is one compiled call, whose handler runs when JAX traces it.
 
     >>> import jax.numpy as jnp
     >>> @dataclasses.dataclass
@@ -113,6 +114,7 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
     default_shape: ClassVar[Sequence[int] | None] = None
     default_dtype: ClassVar[Any] = None
     core_ndim: ClassVar[int | None] = None
+    compiles_products: ClassVar[bool] = False
     weak_type: ClassVar[bool] = False
     _frozen: ClassVar[bool] = False
     # Which of (shape, dtype) instances remember; None: whatever `materialize` turns out to need.

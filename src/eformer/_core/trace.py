@@ -166,23 +166,14 @@ def _compiled(values: Sequence[Any], f: Callable[..., Any], *static: Any) -> Any
     """`f(*static, *values)`; as one compiled call, where all values have been computed.
 
     JAX knows it again by the structure and the types of the values and by its own settings, the policy among them.
-    Types that were materialized, or whose handlers look at numbers, go the long way from then on: there every caller
-    is warned, and there are numbers.
+    Types that were materialized go the long way from then on, where every caller is warned.
     """
     if traces.current_trace() is traces.eval_trace:
         state = (registry.version, *[switch() for switch in switches])
         jitted, slow = _jitted(state, f, *static)
         if all((is_implicit(v) or traces.is_concrete(v)) and type(v) not in slow for v in values):
-            try:
-                return jitted(*values)
-            except _NEEDS_NUMBERS:
-                slow.update(map(type, filter(is_implicit, values)))
+            return jitted(*values)
     return f(*static, *values)
-
-
-_NEEDS_NUMBERS = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
-)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,7 +213,7 @@ def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 def dispatch(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """The result of a primitive on values of which some are implicit. Runs under the parent trace."""
-    if primitive.name == "dot_general":
+    if primitive.name == "dot_general" and all(v.compiles_products for v in values if is_implicit(v)):
         return _compiled(values, _dispatched, primitive, tuple(params.items()))
     return _dispatched(primitive, params, *values)
 

@@ -57,6 +57,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
     kernel_block: int | None = None
     # Does every block bring its own scale, so that blocks of different arrays may follow each other?
     blocks_carry_scales: ClassVar[bool] = False
+    compiles_products: ClassVar[bool] = True
     _remembers: ClassVar[Any] = (False, True)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ class LoraArray(ImplicitArray, frozen=True):
     scale: float = aux_field(default=1.0)
     left: int = aux_field(default=1)
     right: int = aux_field(default=1)
+
+    compiles_products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.scale = float(self.scale)
