@@ -1,7 +1,8 @@
 """Language models of the LLaMA family in plain JAX, with dense weights or quantized ones.
 
-`load` reads a GGUF file, or a safetensors file that `eformer quantize` made of one; `generate` continues a text.
-Tokenizers need the package `tokenizers`: `pip install 'eformer[models]'`.
+`load` reads a folder as Hugging Face has them (LLaMA, Qwen 2 and 3 with their experts, Mistral, Mixtral, Gemma, SmolLM),
+a GGUF file, or what `eformer quantize` made of either; `generate` continues a text.
+Tokenizers need the package `tokenizers`, chat templates `jinja2`: `pip install 'eformer[models]'`.
 
 >>> import jax
 >>> from eformer import models
@@ -11,14 +12,18 @@ Tokenizers need the package `tokenizers`: `pip install 'eformer[models]'`.
 [16, 4]
 """
 
-from ._decoder import CHUNK as CHUNK
 from ._decoder import Config as Config
-from ._decoder import Model as Model
 from ._decoder import Params as Params
+from ._decoder import Rope as Rope
 from ._decoder import decode as decode
 from ._decoder import forward as forward
-from ._decoder import generate as generate
 from ._decoder import init as init
 from ._decoder import make_cache as make_cache
-from ._llama_file import load as load
+from ._folder import load as load
+from ._generate import CHUNK as CHUNK
+from ._generate import Memory as Memory
+from ._generate import Model as Model
+from ._generate import Sampling as Sampling
+from ._generate import generate as generate
+from ._generate import stream as stream
 from ._tokenizer import Tokenizer as Tokenizer

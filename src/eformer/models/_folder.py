@@ -1,0 +1,183 @@
+"""Models from folders as Hugging Face has them: `config.json`, weights, and a tokenizer. Tensors come one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eformer._core import implicit, materialize
+from eformer._core.tree import tree_map_with_implicit
+from eformer._quantize.tree import Progress, Reporter, reporter
+from eformer.errors import CheckpointError
+from eformer.serialization.inspection import open_checkpoint
+
+from ._families import MATRICES, Described, described
+from ._generate import Model
+from ._llama_file import read as read_file
+from ._tokenizer import Tokenizer
+
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dense: bool = False,
+    dtype: Any = None,
+    progress: Reporter | bool | None = False,
+) -> Model:
+    """The model in a folder as Hugging Face has them, in a GGUF file, or in what `eformer quantize` made of either.
+
+    Args:
+        path: a folder with `config.json` and weights, dense or quantized, or a file.
+        dense: decode quantized weights. Else they stay as they are stored.
+        dtype: that of the weights and of what is computed with them; by default the one they are stored with.
+        progress: as for `quantize_tree`, after each tensor.
+    """
+    if is_folder(path):
+        return load_folder(path, dense=dense, dtype=dtype, progress=progress)
+    model = read_file(open_checkpoint(path), dense=dense)
+    if dtype is None:
+        return model
+    return dataclasses.replace(model, params=tree_map_with_implicit(lambda w: w.astype(dtype), model.params))
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Is there a folder with a `config.json`?"""
+    return (Path(path) / "config.json").is_file()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; nothing if there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as err:
+        raise CheckpointError(f"is not JSON: {err}.", file=path) from err
+    if not isinstance(found, dict):
+        raise CheckpointError("does not hold an object.", file=path)
+    return found
+
+
+def load_folder(
+    path: str | os.PathLike[str],
+    *,
+    dense: bool = False,
+    dtype: Any = None,
+    progress: Reporter | bool | None = False,
+) -> Model:
+    """The model in a folder; arguments as for `load`."""
+    folder = Path(path)
+    about = described(read_json(folder / "config.json"), folder / "config.json")
+    opened = open_checkpoint(folder)
+    with reporter(progress, "loading") as tell:
+        params = _Reading(opened, about, dense, dtype, tell).params()
+    extra = read_json(folder / "generation_config.json")
+    ends = extra.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
+    return Model(about.config, params, _tokenizer(folder), ends, folder, extra)
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """None where there is no file or no package to read it; whoever needs it says so."""
+    file = folder / "tokenizer.json"
+    if not file.is_file() or importlib.util.find_spec("tokenizers") is None:
+        return None
+    return Tokenizer.from_file(file)
+
+
+@dataclasses.dataclass
+class _Reading:
+    """One pass over the tensors of a checkpoint."""
+
+    opened: Mapping[str, Any]
+    about: Described
+    dense: bool
+    dtype: Any
+    tell: Reporter
+
+    def __post_init__(self) -> None:
+        tables = [name for name in self.opened if name.endswith("embed_tokens.weight")]
+        if len(tables) != 1:
+            raise self.wrong("embed_tokens.weight", f"is there {len(tables)} times; a language model has it once.")
+        self.prefix = tables[0].removesuffix("embed_tokens.weight")
+        self.left = {name for name in self.opened if name.startswith(self.prefix) and not _IGNORED.search(name)}
+        self.total = len(self.left)
+
+    def wrong(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(what, file=getattr(self.opened, "path", None), tensor=name)
+
+    def params(self) -> dict[str, Any]:
+        config = self.about.config
+        params = {
+            "embedding": self.leaf("embed_tokens.weight", (config.vocabulary, config.width)),
+            "layers": [self.layer(f"layers.{number}.") for number in range(config.layers)],
+            "norm": self.leaf("norm.weight", (config.width,)),
+        }
+        if not self.about.tied:
+            heads = [name for name in self.opened if name.endswith("lm_head.weight")]
+            if not heads:
+                raise self.wrong("lm_head.weight", "is missing, and config.json does not say that it is the embedding.")
+            params["head"] = self.read(heads[0], (config.vocabulary, config.width), turned=True)
+        unused = sorted(self.left - {f"{self.prefix}lm_head.weight"})
+        if unused:
+            raise self.wrong(unused[0], f"is not part of the model that config.json describes (of {len(unused)} such).")
+        return params
+
+    def layer(self, at: str) -> dict[str, Any]:
+        config, family = self.about.config, self.about.family
+        inner, kv, width = config.heads * config.head_size, config.kv_heads * config.head_size, config.width
+        shapes = {"q": (inner, width), "k": (kv, width), "v": (kv, width), "o": (width, inner)}
+        router, experts, parts = family.experts
+        made: dict[str, Any] = {}
+        if self.has(f"{at}{router}.weight"):
+            made["router"] = self.leaf(f"{at}{router}.weight", turned=True)
+            made |= {our: self.stacked(f"{at}{experts}", part, made["router"].shape[1]) for our, part in parts.items()}
+        else:
+            shapes |= {"gate": (config.hidden, width), "up": (config.hidden, width), "down": (width, config.hidden)}
+        for our, shape in shapes.items():
+            made[our] = self.leaf(f"{at}{MATRICES[our]}.weight", shape, turned=True)
+            if self.has(bias := f"{at}{MATRICES[our]}.bias"):
+                made[f"{our}_bias"] = self.leaf(bias, shape[:1])
+        for our, name in family.norms.items():
+            optional = our in ("norm_q", "norm_k")
+            if not optional or self.has(f"{at}{name}.weight"):
+                made[our] = self.leaf(f"{at}{name}.weight", (config.head_size if optional else width,))
+        return made
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.opened
+
+    def leaf(self, name: str, shape: tuple[int, ...] | None = None, *, turned: bool = False) -> Any:
+        return self.read(self.prefix + name, shape, turned=turned)
+
+    def stacked(self, at: str, part: str, count: int) -> Any:
+        found = [self.leaf(f"{at}.{i}.{part}.weight", turned=True) for i in range(count)]
+        if len({(type(w), w.shape) for w in found}) > 1:
+            raise self.wrong(f"{self.prefix}{at}", f"has experts whose {part} differ in format or shape.")
+        return implicit(lambda: jnp.stack(found))()
+
+    def read(self, name: str, shape: tuple[int, ...] | None, *, turned: bool = False) -> Any:
+        if name not in self.opened:
+            raise self.wrong(name, "is missing.")
+        leaf = self.opened[name]
+        if shape is not None and tuple(leaf.shape) != shape:
+            raise self.wrong(name, f"has the shape {list(leaf.shape)}, but config.json says {list(shape)}.")
+        if self.dense:
+            leaf = materialize(leaf)
+        if self.dtype is not None:
+            leaf = leaf.astype(self.dtype)
+        if turned:
+            leaf = leaf.T
+        self.left.discard(name)
+        self.tell(Progress(name, self.total - len(self.left), self.total))
+        return jax.block_until_ready(leaf)  # so that no two tensors are being turned at once
