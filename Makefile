@@ -81,7 +81,7 @@ format: $(VENV)/dev.stamp
 demo: $(VENV)/run.stamp
 	$(VENV)/bin/python -m demo --out build/demo
 
-# Compares with bitsandbytes on the CPU; torch is pinned to a build without CUDA packages.
+# Compares with bitsandbytes, transformers and peft on the CPU; torch is pinned to a build without CUDA packages.
 .PHONY: oracle
 oracle: $(VENV)/oracle.stamp
 	$(VENV)/bin/python -m pytest tests/oracle

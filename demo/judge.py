@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer.jaximus import explain, materialization_policy
-from eformer.models import CHUNK, Config, Params, forward, make_cache
-from eformer.models._decoder import steps
+from eformer.models import CHUNK, Config, Params, Sampling, forward, make_cache
+from eformer.models._generate import steps
 
 
 def loss(config: Config, params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -56,10 +56,11 @@ def speeds(
     for number in range(rounds + 1):  # the first round compiles
         for name, params in models.items():
             cache = make_cache(config, 1, context)
-            state = jnp.asarray(0), jnp.zeros(config.vocabulary)
+            state, seen = (jnp.asarray(0), jnp.zeros(config.vocabulary)), jnp.zeros(config.vocabulary, bool)
+            key, greedy = jax.random.key(0), Sampling().numbers
             begun = time.perf_counter()
             for _ in range(0, tokens if number else 1, CHUNK):
-                cache, state, _ = steps(config, params, cache, state, jax.random.key(0), jnp.float32(0), CHUNK)
+                cache, state, seen, _ = steps(config, params, cache, state, seen, key, greedy, CHUNK, False)
             jax.block_until_ready(state)
             if number:
                 best[name] = max(best[name], tokens / (time.perf_counter() - begun))

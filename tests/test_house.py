@@ -26,7 +26,7 @@ SRC = Path(__file__).parents[1] / "src"
 FILES = sorted((SRC / "eformer").rglob("*.py"))
 # Not rich: plum, which the core needs, imports it.
 OPTIONAL = ("flax", "equinox", "haiku", "optax", "orbax", "msgpack", "matplotlib", "torch", "bitsandbytes")
-OPTIONAL += ("tokenizers",)
+OPTIONAL += ("tokenizers", "jinja2", "transformers")
 MAX_LINES = 400
 
 

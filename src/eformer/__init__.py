@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eformer import errors as errors
     from eformer import integrations as integrations
     from eformer import jaximus as jaximus
+    from eformer import models as models
     from eformer import ops as ops
     from eformer import serialization as serialization
     from eformer._formats.base import Part as Part
@@ -58,13 +59,14 @@ if TYPE_CHECKING:
     from eformer.serialization import open_gguf as open_gguf
     from eformer.serialization import open_lazy as open_lazy
     from eformer.serialization import quantize_file as quantize_file
+    from eformer.serialization import quantize_folder as quantize_folder
     from eformer.serialization import save as save
 
 __version__ = "0.1.0"
 
 # The block above for the interpreter; a test compares the two.
 _NAMES = {
-    "eformer": "errors integrations jaximus ops serialization",
+    "eformer": "errors integrations jaximus models ops serialization",
     "eformer._formats.base": "Part QuantizedArray",
     "eformer.jaximus": (
         "Explanation ImplicitArray aux_field explain implicit materialization_policy materialize register ste"
@@ -75,7 +77,7 @@ _NAMES = {
         "split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
-    "eformer.serialization": "inspect load load_gguf open_gguf open_lazy quantize_file save",
+    "eformer.serialization": "inspect load load_gguf open_gguf open_lazy quantize_file quantize_folder save",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

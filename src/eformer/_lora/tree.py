@@ -36,6 +36,7 @@ def add_lora(
     alpha: float | None = None,
     dtype: Any = jnp.float32,
     skip: Iterable[str] = tuple(GROUPS),
+    rank_stabilized: bool = False,
 ) -> Any:
     """Put a `LoraArray` around every matrix whose path matches. At first the model computes what it did before.
 
@@ -47,6 +48,7 @@ def add_lora(
         alpha: updates are scaled by `alpha / rank`; by default by 1.
         dtype: of the factors.
         skip: groups of leaves that get none, as for `quantize_tree`; by default all but the kernels of layers.
+        rank_stabilized: scale updates by `alpha / sqrt(rank)` instead (rsLoRA), so that a high rank learns as quickly.
 
     >>> add_lora({"q": jnp.ones((8, 4)), "k": jnp.ones((8, 4))}, "q", 2, jax.random.key(0))["q"].a.shape
     (8, 2)
@@ -54,6 +56,8 @@ def add_lora(
     if key is None:
         raise TypeError("add_lora needs key=, for example jax.random.key(0): one factor of every adapter is random.")
     _check_alpha(alpha)
+    if rank_stabilized and alpha is None:
+        raise TypeError("add_lora(rank_stabilized=True) needs alpha=, which it divides by the root of the rank.")
     ranks, tree, kinds = _ranks(rules, rank), open_tree(params), skipped_kinds(skip)
     used: set[str] = set()
     made: dict[int, Any] = {}
@@ -65,7 +69,7 @@ def add_lora(
             used.add(rule.pattern)
             size = ranks[rule]
             if size is not None:
-                scale = 1.0 if alpha is None else alpha / size
+                scale = 1.0 if alpha is None else alpha / (math.sqrt(size) if rank_stabilized else size)
                 if id(value) not in made:
                     made[id(value)] = _adapted(leaf, role, size, key, scale, dtype)
                 value = made[id(value)]

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("eformer.cli.inspect", "list what is in a safetensors or GGUF file"),
     "report": ("eformer.cli.report", "bits per weight, sizes and errors of a checkpoint"),
     "generate": ("eformer.cli.generate", "continue a text with a language model"),
+    "chat": ("eformer.cli.chat", "talk with a language model"),
     "bench": ("eformer.cli.bench", "time products with quantized matrices against dense ones"),
     "doctor": ("eformer.cli.doctor", "versions, native kernels, a self-check and a few timings"),
 }

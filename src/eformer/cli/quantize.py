@@ -16,6 +16,7 @@ from eformer.errors import CheckpointError
 from eformer.ops.quantization import QuantizationType
 from eformer.serialization import GgufFile, StreamReport
 from eformer.serialization.streaming.quantize_file import open_source, plan_source, write_quantized
+from eformer.serialization.streaming.quantize_folder import SHARD, check_folders, write_folder
 
 from ._commands import OK, WrongUse, add_json, print_json, print_table
 from .inspect import check_exists
@@ -75,8 +76,19 @@ def described(planned: Plan) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(str(kind) for kind in QuantizationType)
-    parser.add_argument("source", type=Path, help="a safetensors file, an index, a folder of them, or a GGUF file")
-    parser.add_argument("target", type=Path, help="the safetensors file to write")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="a folder with config.json and weights, a safetensors file, an index, a folder of them, a file of PyTorch "
+        "(read by torch.load with weights_only=True), or a GGUF file",
+    )
+    parser.add_argument(
+        "target",
+        type=Path,
+        help="the safetensors file to write; for a folder with config.json also a folder, which then gets config.json "
+        "and the tokenizer too",
+    )
+    parser.add_argument("--force", action="store_true", help="replace what the target holds")
     parser.add_argument(
         "--format", default="nf4", help=f"for matrices no rule matches: {names}, or none (default: nf4)"
     )
@@ -99,7 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what stays dense, of {', '.join(GROUPS)} (default: {','.join(SKIP)})",
     )
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help="split the result into files of this size, such as 2GB"
+        "--max-shard-size",
+        metavar="SIZE",
+        help="split the result into files of this size, such as 2GB (default: one file; in a folder 5GB)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -107,8 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Quantize the file; rules without effect are named in warnings."""
+    """Quantize the file or folder; rules without effect are named in warnings."""
     check_exists(options.source)
+    to_folder = _check_target(options)
     source = open_source(options.source)
     try:
         planned = plan_source(source, **from_options(options))
@@ -118,10 +133,16 @@ def run(options: argparse.Namespace) -> int:
         found = described(planned)
         print_json(found) if options.json else show_plan(found)
         return OK
-    size, notes = options.max_shard_size, tokenizer_notes(source.opened)
+    size = options.max_shard_size or (SHARD if to_folder else None)
     with reporter(False if options.quiet else None, "quantizing") as tell:
         try:
-            done = write_quantized(source, planned, options.target, max_shard_size=size, metadata=notes, progress=tell)
+            if to_folder:
+                done = write_folder(source, planned, options.source, options.target, max_shard_size=size, progress=tell)
+            else:
+                notes = tokenizer_notes(source.opened)
+                done = write_quantized(
+                    source, planned, options.target, max_shard_size=size, metadata=notes, progress=tell
+                )
         except CheckpointError:
             raise
         except ValueError as err:  # a size that cannot be read
@@ -129,6 +150,20 @@ def run(options: argparse.Namespace) -> int:
     found = {**summary(done, planned.warnings), "unsure": planned.unsure}
     print_json(found) if options.json else show(found)
     return OK
+
+
+def _check_target(options: argparse.Namespace) -> bool:
+    """Whether the target is a folder; refuses one that cannot be written, or that holds something."""
+    source, target = options.source, options.target
+    if target.suffix == ".gguf":
+        raise WrongUse(f"{target}: GGUF files are read, not written; name a .safetensors file or a folder.")
+    if (source / "config.json").is_file() and target.suffix != ".safetensors":
+        check_folders(source, target, overwrite=options.force or options.dry_run)
+        return True
+    there = [path for path in (target, target.with_name(f"{target.name}.index.json")) if path.is_file()]
+    if there and not (options.force or options.dry_run) and source.resolve() != target.resolve():
+        raise WrongUse(f"{there[0]} exists already; name another file, or replace it with --force.")
+    return False
 
 
 def tokenizer_notes(opened: Any) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Language models of the LLaMA family in plain JAX, with dense weights or quantized ones.
 
-`load` reads a folder as Hugging Face has them (LLaMA, Qwen 2 and 3 with their experts, Mistral, Mixtral, Gemma, SmolLM),
-a GGUF file, or what `eformer quantize` made of either; `generate` continues a text.
+`load` reads a folder as Hugging Face has them (LLaMA, Qwen 2 and 3 with their experts, Mistral, Mixtral, Gemma and
+SmolLM), a GGUF file, or what `eformer quantize` made of either; `generate` continues a text.
 Tokenizers need the package `tokenizers`, chat templates `jinja2`: `pip install 'eformer[models]'`.
 
 >>> import jax
@@ -12,6 +12,10 @@ Tokenizers need the package `tokenizers`, chat templates `jinja2`: `pip install 
 [16, 4]
 """
 
+from ._adapter import load_adapter as load_adapter
+from ._adapter import save_adapter as save_adapter
+from ._adapter import save_folder as save_folder
+from ._chat import chat_text as chat_text
 from ._decoder import Config as Config
 from ._decoder import Params as Params
 from ._decoder import Rope as Rope

@@ -157,15 +157,16 @@ def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | Non
     x = materialize(params["embedding"][tokens])
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    layers = params["layers"]
+    layers: Any = params["layers"]
     if isinstance(layers, Mapping):
         if len({*config.windows}) > 1 or len({*config.ropes}) > 1:
             raise ValueError("layers that differ in their windows or positions cannot be stacked; give a list of them.")
 
-        def layer(carry: Any, given: tuple[Params, jax.Array]) -> tuple[Any, None]:
-            return _layer(config, given[0], *carry, given[1], 0, places), None
+        def layer(carry: Any, given: Any) -> tuple[Any, None]:
+            return _layer(config, given[0], carry[0], carry[1], given[1], 0, places), None
 
-        (x, cache), _ = jax.lax.scan(layer, (x, cache), (layers, jnp.arange(config.layers)))
+        stacked: Any = (layers, jnp.arange(config.layers))
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), stacked)
     else:
         for number, weights in enumerate(layers):
             x, cache = _layer(config, weights, x, cache, number, number, places)

@@ -149,7 +149,11 @@ def _config(read: _Reader, family: Family) -> Config:
     if activation not in _ACTIVATIONS:
         raise read.wrong("hidden_act", f"which is none of {', '.join(_ACTIVATIONS)}")
     windows = _windows(read, family, layers)
-    caps = [None if given.get(f"{x}_logit_softcapping") is None else float(given[f"{x}_logit_softcapping"]) for x in ("attn", "final")]
+    ropes = _ropes(read, windows)
+    caps = [
+        None if given.get(f"{x}_logit_softcapping") is None else float(given[f"{x}_logit_softcapping"])
+        for x in ("attn", "final")
+    ]
     asked = given.get("query_pre_attn_scalar")
     return Config(
         vocabulary=number("vocab_size"),
@@ -158,10 +162,10 @@ def _config(read: _Reader, family: Family) -> Config:
         heads=heads,
         kv_heads=number("num_key_value_heads", heads),
         hidden=number("intermediate_size"),
-        rope_base=number("rope_theta", kind=float),
+        rope_base=next((rope.base for rope in ropes if rope), 1e4),
         epsilon=number("rms_norm_eps", kind=float),
         head_size=size,
-        ropes=_ropes(read, windows),
+        ropes=ropes,
         windows=windows,
         rope_halves=True,
         activation=_ACTIVATIONS[activation],

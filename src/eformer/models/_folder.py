@@ -78,13 +78,28 @@ def load_folder(
 ) -> Model:
     """The model in a folder; arguments as for `load`."""
     folder = Path(path)
-    about = described(read_json(folder / "config.json"), folder / "config.json")
+    given = read_json(folder / "config.json")
+    about = described(given, folder / "config.json")
     opened = open_checkpoint(folder)
     with reporter(progress, "loading") as tell:
         params = _Reading(opened, about, dense, dtype, tell).params()
-    extra = read_json(folder / "generation_config.json")
-    ends = extra.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
-    return Model(about.config, params, _tokenizer(folder), ends, folder, extra)
+    extra, words = read_json(folder / "generation_config.json"), read_json(folder / "tokenizer_config.json")
+    ends = extra.get("eos_token_id", given.get("eos_token_id", given.get("text_config", {}).get("eos_token_id")))
+    special = {k: v.get("content", "") if isinstance(v, dict) else v for k, v in words.items() if k.endswith("_token")}
+    special = {k: v for k, v in special.items() if isinstance(v, str)}
+    return Model(about.config, params, _tokenizer(folder), ends, folder, extra, _template(folder, words), special)
+
+
+def _template(folder: Path, words: Mapping[str, Any]) -> str | None:
+    """The chat template: a file of its own, or part of `tokenizer_config.json`; of several, the default one."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = read_json(folder / "chat_template.json").get("chat_template", words.get("chat_template"))
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -99,7 +114,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 class _Reading:
     """One pass over the tensors of a checkpoint."""
 
-    opened: Mapping[str, Any]
+    opened: Any
     about: Described
     dense: bool
     dtype: Any
@@ -111,7 +126,9 @@ class _Reading:
             raise self.wrong("embed_tokens.weight", f"is there {len(tables)} times; a language model has it once.")
         self.prefix = tables[0].removesuffix("embed_tokens.weight")
         self.left = {name for name in self.opened if name.startswith(self.prefix) and not _IGNORED.search(name)}
-        self.total = len(self.left)
+        self.heads = [name for name in self.opened if name.endswith("lm_head.weight")]
+        self.left = self.left - {*self.heads} if self.about.tied else self.left | {*self.heads}
+        self.total, self.done = sum(self.opened.info(name).nbytes for name in self.left), 0
 
     def wrong(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(what, file=getattr(self.opened, "path", None), tensor=name)
@@ -124,11 +141,10 @@ class _Reading:
             "norm": self.leaf("norm.weight", (config.width,)),
         }
         if not self.about.tied:
-            heads = [name for name in self.opened if name.endswith("lm_head.weight")]
-            if not heads:
+            if not self.heads:
                 raise self.wrong("lm_head.weight", "is missing, and config.json does not say that it is the embedding.")
-            params["head"] = self.read(heads[0], (config.vocabulary, config.width), turned=True)
-        unused = sorted(self.left - {f"{self.prefix}lm_head.weight"})
+            params["head"] = self.read(self.heads[0], (config.vocabulary, config.width), turned=True)
+        unused = sorted(self.left)
         if unused:
             raise self.wrong(unused[0], f"is not part of the model that config.json describes (of {len(unused)} such).")
         return params
@@ -179,5 +195,6 @@ class _Reading:
         if turned:
             leaf = leaf.T
         self.left.discard(name)
-        self.tell(Progress(name, self.total - len(self.left), self.total))
+        self.done += self.opened.info(name).nbytes
+        self.tell(Progress(name, self.done, self.total))
         return jax.block_until_ready(leaf)  # so that no two tensors are being turned at once

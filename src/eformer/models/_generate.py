@@ -23,7 +23,8 @@ _ROOM = 128  # the room of a cache is a power of two, at least this
 class Model:
     """A model, what turns text into its tokens (as `Tokenizer` does), and the tokens that end a text.
 
-    `folder` is where it came from, `defaults` what its `generation_config.json` says.
+    `folder` is where it came from, `defaults` what its `generation_config.json` says, `template` puts a conversation
+    into words, and `special` are the tokens that it names.
     """
 
     config: Config
@@ -33,6 +34,7 @@ class Model:
     folder: Path | None = None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template: str | None = None
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -67,6 +69,17 @@ class Sampling:
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; give {words}.")
 
+    @property
+    def numbers(self) -> dict[str, jax.Array]:
+        """What `steps` takes; other numbers need no other program."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: jnp.asarray(getattr(self, name)) for name in names}
+
+    @property
+    def sorts(self) -> bool:
+        """Whether tokens must be put in order, which takes time."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
     @classmethod
     def of(cls, defaults: Mapping[str, Any], **asked: Any) -> Sampling:
         """What is asked for, and for what is None, what `generation_config.json` says."""
@@ -97,7 +110,7 @@ def chosen(logits: jax.Array, seen: jax.Array, key: jax.Array, numbers: Mapping[
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _read(config: Config, params: Params, tokens: jax.Array, cache: Cache, start: Any, last: Any) -> tuple[Any, Cache]:
+def _read(config: Config, params: Params, tokens: jax.Array, cache: Any, start: Any, last: Any) -> tuple[Any, Cache]:
     """Fill in the cache; the logits after the token number `last` of these. No logits are made of the others."""
     x, cache = states(config, params, tokens, cache, start)
     return logits_of(config, params, x[0, last]).astype(jnp.float32), cache
@@ -105,7 +118,7 @@ def _read(config: Config, params: Params, tokens: jax.Array, cache: Cache, start
 
 @functools.partial(jax.jit, static_argnums=(0, 7, 8), donate_argnums=2)
 def steps(
-    config: Config, params: Params, cache: Cache, state: Any, seen: Any, key: Any, numbers: Any, count: int, sorts: bool
+    config: Config, params: Params, cache: Any, state: Any, seen: Any, key: Any, numbers: Any, count: int, sorts: bool
 ) -> Any:
     """`count` more tokens; `state` is the position and the logits of what comes there."""
 
@@ -126,7 +139,7 @@ class Memory:
         self.tokens: list[int] = []
         self.cache: Cache | None = None
 
-    def read(self, model: Model, prompt: Sequence[int], room: int) -> jax.Array:
+    def read(self, model: Model, prompt: Sequence[int] | np.ndarray, room: int) -> Any:
         """Logits after the prompt, with room for so many more tokens."""
         tokens, config = [int(token) for token in prompt], model.config
         shared = 0
@@ -137,7 +150,7 @@ class Memory:
             size = max(_ROOM, 1 << (need - 1).bit_length())
             fresh = make_cache(config, 1, size, model.params["embedding"].dtype)
             self.cache = fresh if self.cache is None else self._moved(self.cache, fresh)
-        self.tokens = tokens
+        self.tokens, logits = tokens, None
         for start in range(shared, len(tokens), _PROMPT):
             piece = tokens[start : start + _PROMPT]
             # What pads the last piece is overwritten before anything attends to it.
@@ -179,14 +192,11 @@ def generate(
     how = Sampling(temperature, seed=seed) if sampling is None else sampling
     memory = Memory() if memory is None else memory
     logits = memory.read(model, prompt, -(-count // chunk) * chunk)
-    state, key, params = (jnp.asarray(len(prompt)), logits), jax.random.key(how.seed), model.params
+    state, key = (jnp.asarray(len(prompt)), logits), jax.random.key(how.seed)
     seen = jnp.zeros(model.config.vocabulary, bool).at[jnp.asarray(memory.tokens)].set(how.repetition_penalty != 1)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    numbers = {name: jnp.asarray(getattr(how, name)) for name in names}
-    sorts = how.temperature > 0 and (how.top_k > 0 or how.top_p < 1)
     for done in range(0, count, chunk):
         memory.cache, state, seen, tokens = steps(
-            model.config, params, memory.cache, state, seen, key, numbers, chunk, sorts  # pyright: ignore[reportArgumentType]
+            model.config, model.params, memory.cache, state, seen, key, how.numbers, chunk, how.sorts
         )
         piece = np.asarray(tokens)[: count - done]
         ended = np.flatnonzero(np.isin(piece, model.ends))

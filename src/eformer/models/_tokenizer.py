@@ -74,16 +74,20 @@ class Tokenizer:
         inner.no_truncation() if longest is None else inner.enable_truncation(longest)
         return cls(inner)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text; names of special tokens in it become these tokens."""
+    def encode(self, text: str, *, bare: bool = False) -> np.ndarray:
+        """Tokens of a text; names of special tokens in it become these tokens. `bare` adds none at its beginning."""
         text = text.encode("utf-8", "replace").decode()  # what was not text on the command line becomes "?"
         if self._missing:
             self._check(text)
-        return np.array(self._inner.encode(text).ids, np.int32)
+        return np.array(self._inner.encode(text, add_special_tokens=not bare).ids, np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """The text of tokens; bytes that are not valid UTF-8, as at a cut, become U+FFFD."""
         return self._inner.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def token(self, name: str) -> int | None:
+        """The number of a token."""
+        return self._inner.token_to_id(name)
 
     def _check(self, text: str) -> None:
         """The package would drop bytes that the vocabulary has no token for."""

@@ -39,4 +39,5 @@ from .inspection import FileReport as FileReport
 from .inspection import inspect as inspect
 from .streaming.quantize_file import StreamReport as StreamReport
 from .streaming.quantize_file import quantize_file as quantize_file
+from .streaming.quantize_folder import quantize_folder as quantize_folder
 from .tree.saved_types import register_type as register_type

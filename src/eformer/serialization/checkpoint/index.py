@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from eformer.errors import CheckpointError
 from ..safetensors.header import CODES, DTYPES, MAX_HEADER, Entry, about, check_shape, is_count, parse_json
 from ..safetensors.reading import MappedFile, aligned_empty, open_regular
 from ..tree.describe import KEY, NO_STRUCTURE, loaded
+from .torch_file import SUFFIXES, TorchFile
 
 Bounds = tuple[tuple[int, int], ...]  # where a piece begins and ends along every axis
 
@@ -202,9 +204,15 @@ def open_set(path: str | os.PathLike[str]) -> FileSet:
     return _open_set(_find(Path(path)))
 
 
+def _open_file(path: Path) -> MappedFile:
+    return TorchFile(path) if path.suffix in SUFFIXES else MappedFile(path)
+
+
 def _open_set(path: Path) -> FileSet:
+    if path.is_dir():
+        return _shards_of(path)
     if not path.name.endswith(INDEX_SUFFIX):
-        file = MappedFile(path)
+        file = _open_file(path)
         described = loaded(file.header.metadata.get(KEY), path)
         return _file_set(path, dict.fromkeys(file.header.entries, file), described, [described], file.header.metadata)
     names, metadata = read_index(path)
@@ -229,7 +237,7 @@ def _open_set(path: Path) -> FileSet:
 def _member(index: Path, name: str, first: str) -> MappedFile:
     try:
         with about(index.with_name(name), first):
-            return MappedFile(index.with_name(name))
+            return _open_file(index.with_name(name))
     except OSError as err:
         what = f"names the file {name!r:.200}, which cannot be opened: {err.strerror}."
         raise CheckpointError(what, file=index, fix="Fetch all files of the checkpoint.") from err
@@ -247,13 +255,51 @@ def _file_set(path: Path, owners: Any, described: Any, parts: Any, metadata: Any
     return FileSet(path, owners, leaves, structure, described.get("aliases", {}), other)
 
 
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+
+
+def _shards_of(folder: Path) -> FileSet:
+    """Files that name themselves shards of one checkpoint, without an index."""
+    files = [_open_file(path) for path in sorted(folder.iterdir()) if _SHARD.fullmatch(path.name)]
+    owners: dict[str, MappedFile] = {}
+    for file in files:
+        twice = owners.keys() & file.header.entries.keys()
+        if twice:
+            raise CheckpointError("is in two files.", file=file.path, tensor=min(twice))
+        owners |= dict.fromkeys(file.header.entries, file)
+    parts = [loaded(file.header.metadata.get(KEY), file.path) for file in files]
+    return _file_set(folder, owners, {}, parts, {})
+
+
 def _find(path: Path) -> Path:
+    """The file or index that a path stands for; a folder of shards without an index stands for itself."""
     if path.is_dir():
-        found = sorted(path.glob(f"*{INDEX_SUFFIX}")) or sorted(path.glob("*.safetensors"))
-        if len(found) != 1:
-            names = ", ".join(p.name for p in found[:8]) or "none"
-            raise CheckpointError(f"is a folder with {len(found)} checkpoints ({names}); name one.", file=path)
-        return found[0]
+        return _find_in(path)
     if not path.exists() and index_path(path).exists():
         return index_path(path)
     return path
+
+
+def _find_in(folder: Path) -> Path:
+    indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    of_torch = [path for path in indices if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIXES)]
+    for suffix in (SUFFIX, *SUFFIXES):
+        found = [path for path in indices if (path in of_torch) == (suffix != SUFFIX)]
+        found = found or sorted(folder.glob(f"*{suffix}"))
+        shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
+        if found and len(shards) == len(found):
+            kinds = {(match[1], match[3]) for match in shards}
+            lost = {*range(1, int(shards[0][3]) + 1)} - {int(match[2]) for match in shards}
+            if len(kinds) == 1 and lost:
+                what = f"has {len(shards)} of {int(shards[0][3])} shards; number {min(lost)} is missing."
+                raise CheckpointError(what, file=folder, fix="Fetch all files of the checkpoint.")
+            if len(kinds) == 1:
+                return folder
+        usual = [path for path in found if path.name in (f"model{suffix}", f"pytorch_model{suffix}")]
+        found = usual if len(found) > 1 and len(usual) == 1 else found
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(p.name for p in found[:8])
+            raise CheckpointError(f"is a folder with {len(found)} checkpoints ({names}); name one.", file=folder)
+    raise CheckpointError("is a folder with 0 checkpoints (none); name one.", file=folder)

@@ -1,0 +1,167 @@
+"""Adapters and trained models as folders: LoRA factors as `peft` stores them, and whole models as they were loaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eformer._core import ImplicitArray
+from eformer._lora.array import LoraArray
+from eformer.errors import CheckpointError
+from eformer.serialization import open_lazy, save
+from eformer.serialization.safetensors.writing import atomic_file
+from eformer.serialization.streaming.quantize_folder import CONFIG, SHARD, WEIGHTS, other_files
+
+from ._families import MATRICES, described
+from ._folder import read_json
+from ._generate import Model
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
+    """Write the LoRA factors of a model as a folder that `peft` reads; the weights under them are not written.
+
+    Args:
+        folder: gets `adapter_config.json` and `adapter_model.safetensors`.
+        model: with a `LoraArray` in place of some matrices of its layers, as `add_lora` puts them.
+    """
+    found = {name: q for name, our, q in _matrices(model) if isinstance(q, LoraArray)}
+    if not found:
+        raise ValueError("the model has no adapter; add_lora(model.params, ...) makes them.")
+    ranks = {name: q.a.shape[-1] for name, q in found.items()}
+    alphas = {name: float(q.scale) * ranks[name] for name, q in found.items()}
+    rank, alpha = (collections.Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    short, layers = {name.rsplit(".", 1)[-1] for name in found}, model.config.layers
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if model.folder is None else str(model.folder),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(short if len(found) == len(short) * layers else found),
+        "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {name: a for name, a in alphas.items() if a != alpha},
+        "inference_mode": True,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    factors = {f"{_PREFIX}{name}.lora_A.weight": np.asarray(q.a).T for name, q in found.items()}
+    factors |= {f"{_PREFIX}{name}.lora_B.weight": np.asarray(q.b).T for name, q in found.items()}
+    save(folder / _WEIGHTS, factors, metadata={"format": "pt"})
+    _write_json(folder / _CONFIG, config)
+    return folder
+
+
+def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
+    """The model with the LoRA factors of a folder that `save_adapter` or `peft` wrote, over the weights it has."""
+    config = read_json(Path(folder) / _CONFIG)
+    for key, allowed in (("peft_type", "LORA"), ("use_dora", False), ("bias", "none"), ("modules_to_save", None)):
+        if config.get(key, allowed) not in (allowed, []):
+            what = f"says {config[key]!r} for {key}; adapters are read where it is {allowed!r}."
+            raise CheckpointError(what, file=Path(folder) / _CONFIG)
+    opened = open_lazy(Path(folder) / _WEIGHTS)
+    left = set(opened)
+    layers = [dict(layer) for layer in model.params["layers"]]
+    for name, our, w in _matrices(model):
+        a, b = (f"{_PREFIX}{name}.lora_{part}.weight" for part in "AB")
+        if a in left and b in left:
+            rank, alpha = opened[a].shape[0], _pattern(config, "alpha_pattern", name, config.get("lora_alpha", 8))
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            layers[int(name.split(".")[2])][our] = LoraArray(w, opened[a].T, opened[b].T, scale)
+            left -= {a, b}
+    if left:
+        what = "belongs to no matrix of a layer of this model."
+        raise CheckpointError(what, file=Path(folder) / _WEIGHTS, tensor=min(left))
+    return dataclasses.replace(model, params={**model.params, "layers": layers})
+
+
+def _pattern(config: dict[str, Any], key: str, name: str, default: Any) -> Any:
+    """What a table of `peft` says of a module: its keys are ends of names."""
+    hits = [value for end, value in config.get(key, {}).items() if re.fullmatch(rf"(.*\.)?({end})", name)]
+    return hits[0] if hits else default
+
+
+def _matrices(model: Model) -> Iterator[tuple[str, str, Any]]:
+    """Every matrix of a layer that is one module of the checkpoint: its name there, and ours."""
+    for number, layer in enumerate(model.params["layers"]):
+        for our, theirs in MATRICES.items():
+            if our in layer and ("router" not in layer or our in "qkvo"):
+                yield f"model.layers.{number}.{theirs}", our, layer[our]
+            elif isinstance(layer.get(our), LoraArray):
+                raise ValueError(f"layer {number}: adapters of experts cannot be written; add them to others only.")
+
+
+def save_folder(folder: str | os.PathLike[str], model: Model, *, max_shard_size: int | str | None = SHARD) -> Path:
+    """Write a model as a folder like the one it was loaded from: after training and `merge_lora`, for example.
+
+    Weights are written as they are, dense or quantized; `load` reads both. The files of the tokenizer are copied.
+    """
+    if model.folder is None:
+        raise ValueError("the model was not loaded from a folder, so its config.json is not known.")
+    folder = Path(folder)
+    if folder.resolve() == model.folder.resolve():
+        raise CheckpointError("is the folder the model was loaded from; write to another one.", file=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = read_json(model.folder / CONFIG)
+    tensors = dict(_tensors(model, config))
+    (folder / CONFIG).unlink(missing_ok=True)
+    save(folder / WEIGHTS, tensors, max_shard_size=max_shard_size, metadata={"format": "pt"})
+    for path in other_files(model.folder):
+        shutil.copyfile(path, folder / path.name)
+    config.pop("quantization_config", None)
+    if any(isinstance(leaf, ImplicitArray) for leaf in tensors.values()):
+        config["quantization_config"] = {"quant_method": "eformer"}
+    _write_json(folder / CONFIG, config)
+    return folder
+
+
+def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All weights under the names of the checkpoint."""
+    family = described(config).family
+    router, experts, parts = family.experts
+    yield "model.embed_tokens.weight", model.params["embedding"]
+    yield "model.norm.weight", model.params["norm"]
+    if "head" in model.params:
+        yield "lm_head.weight", _turned(model.params["head"])
+    for number, layer in enumerate(model.params["layers"]):
+        at = f"model.layers.{number}."
+        for our, value in layer.items():
+            if isinstance(value, LoraArray):
+                raise ValueError(
+                    f"{at}{our} has an adapter; merge_lora folds it into the weight, save_adapter writes it."
+                )
+            if our in family.norms:
+                yield f"{at}{family.norms[our]}.weight", value
+            elif our == "router":
+                yield f"{at}{router}.weight", _turned(value)
+            elif "router" in layer and our in parts:
+                for i in range(value.shape[0]):
+                    yield f"{at}{experts}.{i}.{parts[our]}.weight", _turned(value[i])
+            elif our.endswith("_bias"):
+                yield f"{at}{MATRICES[our.removesuffix('_bias')]}.bias", value
+            else:
+                yield f"{at}{MATRICES[our]}.weight", _turned(value)
+
+
+def _turned(w: Any) -> Any:
+    """(out, in), without a copy of a dense matrix on the CPU."""
+    return w.T if isinstance(w, ImplicitArray) else np.asarray(w).T
+
+
+def _write_json(path: Path, what: dict[str, Any]) -> None:
+    with atomic_file(path) as file:
+        file.write((json.dumps(what, indent=2) + "\n").encode())

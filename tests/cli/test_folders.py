@@ -1,0 +1,123 @@
+"""From a folder to a folder on the command line, and talking to what is in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import folders
+
+import eformer as ef
+from eformer.cli import main
+from eformer.errors import CheckpointError
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}</s>{% endfor %}a"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    made = folders.write(tmp_path / "source", "llama 3")
+    folders.write_tokenizer(made, TEMPLATE)
+    (made / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "eos_token_id": [1]}')
+    return made
+
+
+def test_a_folder_to_a_folder_to_text(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    argv = ["quantize", str(source), str(out), "--format", "int8", "--min-size", "0", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["formats"]["int8"]["tensors"] == 15
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
+    assert main(argv) == 1
+    assert "holds files already" in capsys.readouterr().err
+    assert main([*argv, "--force"]) == 0
+    capsys.readouterr()
+    argv = ["generate", str(out), "--prompt", "abc", "--tokens", "6", "--top-k", "3", "--json"]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["tokens"]) <= 6
+    assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.5, 3)
+    assert main([*argv, "--top-p", "2"]) == 2
+    assert "top_p=2.0 is not allowed" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on(source: Path, tmp_path: Path):
+    out, seen = tmp_path / "out", []
+
+    def stop(step: Any) -> None:
+        seen.append(step)
+        if len(seen) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ef.quantize_folder(source, out, min_size=0, progress=stop)
+    assert not (out / "config.json").exists()
+    assert ef.quantize_folder(source, out, min_size=0).resumed > 0
+    (out / "config.json").unlink()  # stopped after the weights
+    ef.quantize_folder(source, out, min_size=0)
+    assert (out / "config.json").exists()
+    with pytest.raises(CheckpointError, match="holds files already"):
+        ef.quantize_folder(source, out)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="holds files already"):
+        ef.quantize_folder(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        ("quantize source out.gguf", 2, "GGUF files are read, not written"),
+        ("quantize source source", 1, "is the source, or in it"),
+        ("quantize source source/in/it", 1, "is the source, or in it"),
+        ("quantize source source/config.json", 1, "is a file"),
+        ("quantize source/model.safetensors small.safetensors", 2, "small.safetensors exists already"),
+        ("quantize done out", 1, "are quantized already: {'quant_method': 'gptq'}"),
+        ("quantize torch out", 1, "a file of PyTorch, which is not installed"),
+        ("generate bare", 1, "has no tokenizer.json"),
+        ("chat bare", 1, "has no tokenizer.json"),
+    ],
+)
+def test_errors_are_one_line(
+    argv: str,
+    status: int,
+    words: str,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(source.parent)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    Path("small.safetensors").write_bytes(b"")
+    folders.write(Path("bare"), "llama 3")
+    folders.write(Path("done"), "llama 3", quantization_config={"quant_method": "gptq"})
+    Path("torch").mkdir()
+    Path("torch/pytorch_model.bin").write_bytes(b"PK")
+    Path("torch/config.json").write_text("{}")
+    assert main(argv.split()) == status
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_conversation(source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    monkeypatch.setattr("eformer.cli.chat.in_words", lambda model, said: asked.append(list(said)) or "abc")
+    monkeypatch.setattr("sys.stdin", io.StringIO("bad\n\ncab\n/reset\nbee\n/exit\nnever\n"))
+    assert main(["chat", str(source), "--tokens", "4", "--temperature", "0", "--system", "be"]) == 0
+    answers = capsys.readouterr().out.splitlines()
+    assert len(answers) == 3
+    assert [[m["role"][0] for m in said] for said in asked] == [["s", "u"], ["s", "u", "a", "u"], ["s", "u"]]
+    assert asked[1][1:] == [
+        {"role": "user", "content": "bad"},
+        {"role": "assistant", "content": answers[0]},
+        {"role": "user", "content": "cab"},
+    ]
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.stdin", io.StringIO("bad\n"))
+    assert main(["chat", str(source), "--tokens", "4", "--seed", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1

@@ -1,0 +1,91 @@
+"""LoRA factors as `peft` stores them, and trained models as folders. tests/oracle reads them with `peft` itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import eformer as ef
+from eformer.errors import CheckpointError
+from eformer.models import Model, forward, load, load_adapter, save_adapter, save_folder
+
+from . import folders
+
+
+def adapted(model: Model, key: jax.Array, rules: str, rank: int = 2) -> Model:
+    """Adapters of which neither factor is zero."""
+    trainable, frozen = ef.split_trainable(ef.add_lora(model.params, rules, rank, key, alpha=6))
+    keys = jax.random.split(key, len(trainable))
+    filled = {n: 0.3 * jax.random.normal(k, x.shape) for k, (n, x) in zip(keys, trainable.items(), strict=True)}
+    return dataclasses.replace(model, params=ef.merge(filled, frozen))
+
+
+def logits(model: Model) -> np.ndarray:
+    return np.asarray(jax.jit(forward, static_argnums=0)(model.config, model.params, jnp.arange(6)[None]))
+
+
+def test_a_trained_adapter_and_the_merged_model(key: jax.Array, tmp_path: Path):
+    source = folders.write(tmp_path / "source", "gemma 3")
+    folders.write_tokenizer(source)
+    model = load(source)
+    trained = adapted(model, key, "layers/*/[qv]")
+    expected = logits(trained)
+    assert np.abs(expected - logits(model)).max() > 0.1
+    save_adapter(tmp_path / "adapter", trained)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["target_modules"]) == (2, 6.0, ["q_proj", "v_proj"])
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert stored["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"].shape == (16, 2)
+    np.testing.assert_allclose(logits(load_adapter(model, tmp_path / "adapter")), expected, atol=1e-5)
+    merged, _ = ef.merge_lora(trained.params)
+    save_folder(tmp_path / "merged", dataclasses.replace(trained, params=merged))
+    again = load(tmp_path / "merged")
+    np.testing.assert_allclose(logits(again), expected, atol=2e-4)
+    assert again.tokenizer.encode("ab").tolist() == [4, 5]
+    jax.tree.map(
+        np.testing.assert_array_equal, again.params["layers"][0]["norm_q"], model.params["layers"][0]["norm_q"]
+    )
+
+
+def test_uneven_adapters_over_quantized_weights(key: jax.Array, tmp_path: Path):
+    ef.quantize_folder(folders.write(tmp_path / "source", "qwen 3 moe"), tmp_path / "base", min_size=0)
+    model = load(tmp_path / "base")
+    once = adapted(model, key, "layers/0/[qk]", 3)
+    trained = adapted(once, key, "layers/1/o")
+    save_adapter(tmp_path / "adapter", trained)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert len(said["target_modules"]) == 3
+    assert said["rank_pattern"] == {"model.layers.1.self_attn.o_proj": 2}
+    found = load_adapter(model, tmp_path / "adapter")
+    np.testing.assert_allclose(logits(found), logits(trained), atol=1e-5)
+    with pytest.raises(ValueError, match="has an adapter; merge_lora"):
+        save_folder(tmp_path / "no", trained)
+    saved = load(save_folder(tmp_path / "again", model))
+    np.testing.assert_array_equal(logits(saved), logits(model))
+    assert saved.params["layers"][1]["up"].format == "nf4"
+
+
+def test_what_cannot_be_written_or_read(key: jax.Array, tmp_path: Path):
+    model = load(folders.write(tmp_path / "source", "qwen 3 moe"))
+    with pytest.raises(ValueError, match="no adapter"):
+        save_adapter(tmp_path / "adapter", model)
+    with pytest.raises(ValueError, match="layer 0: adapters of experts"):
+        save_adapter(tmp_path / "adapter", adapted(model, key, "layers/*/up"))
+    with pytest.raises(CheckpointError, match="is the folder the model was loaded from"):
+        save_folder(tmp_path / "source", model)
+    save_adapter(tmp_path / "adapter", adapted(model, key, "layers/*/q"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "use_dora": True}))
+    with pytest.raises(CheckpointError, match="says True for use_dora"):
+        load_adapter(model, tmp_path / "adapter")
+    file.write_text(json.dumps({**said, "use_rslora": True}))
+    first = load_adapter(model, tmp_path / "adapter").params["layers"][0]["q"]
+    assert first.scale == pytest.approx(6 / 2**0.5)
