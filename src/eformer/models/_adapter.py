@@ -159,7 +159,7 @@ def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _turned(w: Any) -> Any:
     """(out, in), without a copy of a dense matrix on the CPU."""
-    return w.T if isinstance(w, ImplicitArray) else np.asarray(w).T
+    return (np.asarray(w) if not isinstance(w, ImplicitArray) else w).T  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _write_json(path: Path, what: dict[str, Any]) -> None:

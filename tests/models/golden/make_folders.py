@@ -5,28 +5,26 @@ Run by hand, with the `oracle` extra: PYTHONPATH=tests/models:tests/oracle pytho
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import folders
-import test_transformers as oracle
-import torch
-import transformers
 from safetensors import safe_open
 
-HERE = Path(__file__).parent
 SMALL = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 1}
 NARROW = {"sliding_window": 4, "moe_intermediate_size": 16, "max_window_layers": 1}
 TOKENS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 
-def made(case: str) -> dict:
+def made(case: str, oracle: Any, folders: Any) -> dict[str, Any]:
     family, more = oracle.CASES[case]
     more = {**more, **SMALL, **{k: v for k, v in NARROW.items() if more.get(k)}}
-    if more.get("head_dim") and family in ("Qwen2", "SmolLM3"):
+    if family in ("Qwen2", "SmolLM3"):
         del more["head_dim"]
+    torch, transformers = oracle.torch, oracle.transformers
     model = getattr(transformers, f"{family}ForCausalLM")(oracle.config_of(family, more)).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -42,6 +40,11 @@ def made(case: str) -> dict:
     return {"config": config, "shapes": shapes, "tokens": TOKENS, "logits": rows}
 
 
+def main() -> None:
+    oracle, folders = importlib.import_module("test_transformers"), importlib.import_module("folders")
+    text = json.dumps({case: made(case, oracle, folders) for case in oracle.CASES}, separators=(",", ":"))
+    (Path(__file__).parent / "folders.json").write_text(text.replace('},"', '},\n"') + "\n")
+
+
 if __name__ == "__main__":
-    text = json.dumps({case: made(case) for case in oracle.CASES}, separators=(",", ":"))
-    (HERE / "folders.json").write_text(text.replace('},"', '},\n"') + "\n")
+    main()
