@@ -222,6 +222,11 @@ class ImplicitArray(ArrayOperators, _ArrayBase):
         del spec
         return None
 
+    def stored_for(self, sharding: Any) -> Any:
+        """The same value in storage whose parts are arrays of their own when it is split so; else this array."""
+        del sharding
+        return self
+
     @classmethod
     def tangent_error(cls) -> Exception:
         """What to raise when a derivative rule uses the tangent of such an array, a pytree, as if it were an array."""

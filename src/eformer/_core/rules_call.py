@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from eformer import errors
 from eformer._jax import jaxprs, traces
 
 from .materialization import dense_for, during, materialize, repeat_notices
@@ -19,21 +20,44 @@ from .trace import call_jaxpr, is_implicit, rule, run
 # -- shardings of a logical array, as shardings of the children that store it ------------------------------------------
 
 
-def child_specs(q: Any, spec: PartitionSpec) -> list[PartitionSpec] | None:
-    """One PartitionSpec per leaf of `q`, or None if the array cannot be split that way."""
-    mapped = q.child_specs(spec)
-    if mapped is not None:
-        return jtu.tree_leaves(mapped, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    if all(part is None for part in spec):  # replicated means replicated, whatever the layout
+def child_specs(q: Any, sharding: NamedSharding) -> list[PartitionSpec] | None:
+    """One PartitionSpec per leaf of `q`, or None if the array cannot be split so that every part is an array again."""
+    if all(part is None for part in sharding.spec):  # replicated means replicated, whatever the layout
         return [PartitionSpec() for _ in jtu.tree_leaves(q)]
-    return None
+    try:
+        mapped = q.child_specs(sharding.spec)
+    except errors.ShardingError:
+        return None
+    specs = None if mapped is None else jtu.tree_leaves(mapped, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return specs if specs is not None and _part_shape(q, sharding.mesh, specs) == _shard(q, sharding) else None
+
+
+def _shard(x: Any, sharding: NamedSharding) -> tuple[int, ...] | None:
+    """The shape of what one device gets; None if that is not the same for all."""
+    try:
+        return sharding.shard_shape(jnp.shape(x))
+    except ValueError:
+        return None
+
+
+def _part_shape(q: Any, mesh: Any, specs: list[PartitionSpec]) -> tuple[int, ...]:
+    """The shape of the array made of what one device gets of every leaf; () if they do not make one."""
+    leaves, treedef = jtu.tree_flatten(q)
+    shapes = [_shard(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
+    if None in shapes:
+        return ()
+    parts = [jax.ShapeDtypeStruct(s, jnp.result_type(leaf)) for s, leaf in zip(shapes, leaves, strict=True)]
+    try:
+        return jtu.tree_unflatten(treedef, parts).shape
+    except (TypeError, ValueError):
+        return ()
 
 
 def child_shardings(q: Any, sharding: Any) -> Any:
     """A pytree like `q` of shardings of its leaves, or None."""
     leaves, treedef = jtu.tree_flatten(q)
     if isinstance(sharding, NamedSharding):
-        specs = child_specs(q, sharding.spec)
+        specs = child_specs(q, sharding)
         if specs is None:
             return None
         kind = sharding.memory_kind

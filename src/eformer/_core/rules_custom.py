@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import NamedSharding
 
 from eformer._jax import jaxprs, traces
 
@@ -163,10 +164,10 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
             return handled
     fun, args, specs = params["fun"], [], []
     for value, spec in zip(values, params["in_specs"], strict=True):
-        per_leaf = child_specs(value, spec) if is_implicit(value) else [spec]
-        if per_leaf is None:
+        per_leaf = [spec]
+        if is_implicit(value):
             with traces.set_current_trace(trace.parent_trace):
-                value, per_leaf = dense_for(primitive, value), [spec]
+                value, per_leaf = _split(primitive, value, NamedSharding(params["mesh"], spec))
         args.append(value)
         specs.extend(per_leaf)
     leaves, treedef = jtu.tree_flatten(args)
@@ -178,6 +179,13 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
         return jaxprs.map_results(lambda t: dense_for(primitive, inner.unwrap(t)), out)
 
     return jaxprs.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
+
+
+def _split(primitive: Any, q: Any, sharding: NamedSharding) -> tuple[Any, list[Any]]:
+    """The array, stored so that it can be split, and a spec for every leaf; or the dense array and its spec."""
+    stored = q.stored_for(sharding)
+    specs = child_specs(stored, sharding)
+    return (stored, specs) if specs is not None else (dense_for(primitive, q), [sharding.spec])
 
 
 CALL_RULES.update({"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp, "shard_map": _shard_map})

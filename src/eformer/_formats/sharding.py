@@ -34,13 +34,13 @@ def child_specs(q: Any, spec: PartitionSpec) -> Any:
         array = getattr(q, part.field)
         if array is not None:
             specs[part.field] = jax.tree_util.tree_map_with_path(
-                lambda path, leaf, part=part: _leaf_spec(q, entries, blocked, part.tail, leaf, path), array
+                lambda path, leaf, part=part: _leaf_spec(q, entries, blocked, part, leaf, path), array
             )
     return q.replaced(**specs)
 
 
 def _leaf_spec(
-    q: Any, entries: tuple[Any, ...], blocked: int | None, tail: int, leaf: Any, path: tuple[Any, ...]
+    q: Any, entries: tuple[Any, ...], blocked: int | None, part: Any, leaf: Any, path: tuple[Any, ...]
 ) -> PartitionSpec:
     free = [e for axis, e in enumerate(entries) if axis != blocked]
     sizes = [n for axis, n in enumerate(q.shape) if axis != blocked]
@@ -50,10 +50,10 @@ def _leaf_spec(
         return PartitionSpec(*(entries[:batch]))
     # A size-1 axis of a scale serves the whole logical axis: every device needs it.
     front = [e if leaf.shape[i] == sizes[i] else None for i, e in enumerate(free)]
-    if tail:
-        along = entries[blocked] if blocked is not None and leaf.shape[len(free)] != 1 else None
-        return PartitionSpec(*front, along, *[None] * (tail - 1))
-    return PartitionSpec(*front)
+    if part.tail and blocked is not None:
+        whole = leaf.shape[len(free)] * part.unit >= q.shape[blocked]
+        front.append(entries[blocked] if whole else None)
+    return PartitionSpec(*front, *[None] * (part.tail - 1))
 
 
 def place(q: Any, sharding: Any) -> Any:

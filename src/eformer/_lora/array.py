@@ -95,6 +95,10 @@ class LoraArray(ImplicitArray, frozen=True):
         b = PartitionSpec(*entries[: middle - self.left], None, *entries[middle:])
         return None if w is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, a, b))
 
+    def stored_for(self, sharding: Any) -> LoraArray:
+        """The weight is stored as it has to be."""
+        return dataclasses.replace(self, w=self.w.stored_for(sharding)) if is_implicit(self.w) else self
+
     def with_sharding(self, sharding: NamedSharding) -> LoraArray:
         """A copy split over devices as `sharding` splits the logical array."""
         specs = self.child_specs(sharding.spec)

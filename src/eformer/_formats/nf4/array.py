@@ -97,6 +97,11 @@ class ArrayNF4(QuantizedArray):
         core = -self.blocked
         return max(core, self.absmax.core) if isinstance(self.absmax, CompressedAbsmax) else core
 
+    def stored_for(self, sharding: Any) -> ArrayNF4:
+        """Groups of a compressed absmax run across rows: where those are split it is expanded."""
+        split = any(entry is not None for entry in sharding.spec[self.ndim - self.core_ndim :])
+        return self.replaced(absmax=self.absmax.expanded()) if split and hasattr(self.absmax, "expanded") else self
+
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]

@@ -196,7 +196,8 @@ def expand_absmax(codes: jax.Array, scale: jax.Array, offset: jax.Array, *, core
     if scale.shape != batch + (groups,) or offset.shape != batch:
         raise ValueError(
             f"absmax codes of shape {codes.shape} with core_ndim={core_ndim} need scales of shape {batch + (groups,)} "
-            f"and offsets of shape {batch}, but got {scale.shape} and {offset.shape}."
+            f"and offsets of shape {batch}, but got {scale.shape} and {offset.shape}. Where shard_map or an index took "
+            "a part of the codes, expand them first: q = dataclasses.replace(q, absmax=q.absmax.expanded())."
         )
     scales = jnp.repeat(scale, GROUP, axis=-1)[..., : flat.shape[-1]]
     product = jnp.asarray(DYNAMIC_MAP)[flat] * scales

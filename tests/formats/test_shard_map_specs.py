@@ -1,0 +1,146 @@
+"""`shard_map` over quantized arrays with every spec, those that cut a block or a byte included, against dense arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eformer.errors import MaterializationError, MaterializationWarning
+from eformer.jaximus import explain, implicit, materialization_policy
+from eformer import LoraArray
+from eformer._formats.grouped.array import GroupedArray
+from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
+
+from .contract import FAST, check, dense, normal, seeded
+
+# 64 × 32 values: over eight devices the last block, or byte, of most of these is cut; over two of few.
+MAKE = {
+    "nf4": lambda w: ArrayNF4.quantize(w, 64),
+    "nf4-16": lambda w: ArrayNF4.quantize(w, 16),
+    "nf4-last": lambda w: ArrayNF4.quantize(w, 16, axis=-1),
+    "nf4-double": lambda w: ArrayNF4.quantize(w, 4, double_quant=True),
+    "nf4-double-last": lambda w: ArrayNF4.quantize(w, 8, axis=-1, double_quant=True),
+    "int8": lambda w: Array8B.quantize(w),
+    "int8-columns": lambda w: Array8B.quantize(w, axis=-2),
+    "int8-matrix": lambda w: Array8B.quantize(w, axis=(-2, -1)),
+    "ternary": lambda w: Array1B.from_float(w, "ternary"),
+    "ternary-last": lambda w: Array1B.from_float(w, "ternary", axis=-1, scale=None),
+    "binary": lambda w: Array1B.from_float(w, "binary", scale="tensor"),
+    "binary-last": lambda w: Array1B.from_float(w, "binary", axis=-1),
+    "grouped": lambda w: _grouped(w),
+    "lora": lambda w: LoraArray(w, w[:, :3] / 8, w[:3] / 8, 0.5),
+    "lora-nf4": lambda w: LoraArray(ArrayNF4.quantize(w, 64), w[:, :3] / 8, w[:3] / 8, 0.5),
+    "lora-nf4-double": lambda w: LoraArray(ArrayNF4.quantize(w, 16, double_quant=True), w[:, :3], w[:3]),
+}
+SPECS = [P("t"), P(None, "t"), P("t", "u"), P("u", "t"), P(("t", "u")), P(None, ("t", "u")), P()]
+MESHES = {2: (2, 1), 4: (2, 2), 8: (4, 2)}
+SHAPE = (64, 32)
+
+
+def _grouped(w):
+    codes = jnp.round(jnp.clip(w, -3, 3) * 40).astype(jnp.int8).T.reshape(32, 2, 32)
+    return GroupedArray(codes, jnp.linspace(0.02, 0.03, 64).reshape(32, 2), axis=-2)
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    shape = MESHES[devices]
+    return jax.make_mesh(shape, ("t", "u"), (AxisType.Auto,) * 2, devices=jax.devices()[:devices])
+
+
+def program(mesh, spec: P):
+    """A sum, a product, an elementwise function and a reduction of one axis."""
+    rows, columns = (*spec, None, None)[:2]
+    axes = tuple(a for entry in (rows, columns) if entry for a in ((entry,) if isinstance(entry, str) else entry))
+    over = lambda reduce, x, names: reduce(x, names) if names else x  # noqa: E731
+
+    def body(x, w):
+        total = over(lax.psum, w.sum(), axes)
+        product = over(lax.psum, x @ w, rows)
+        return total, product, jnp.tanh(w) * 2, over(lax.pmax, jnp.max(jnp.abs(w), axis=0), rows)
+
+    out_specs = (P(), P(None, columns), spec, P(columns))
+    return jax.shard_map(body, mesh=mesh, in_specs=(P(None, rows), spec), out_specs=out_specs)
+
+
+FEW = ("nf4", "nf4-double", "int8", "ternary", "lora-nf4")
+CASES = [
+    pytest.param(kind, devices, marks=() if kind in FEW and devices == 4 else pytest.mark.thorough)
+    for kind in MAKE
+    for devices in MESHES
+]
+
+
+@pytest.mark.parametrize(("kind", "devices"), CASES)
+def test_every_spec(kind: str, devices: int) -> None:
+    rng = seeded(kind, devices)
+    q, x, mesh = MAKE[kind](normal(rng, *SHAPE)), normal(rng, 3, SHAPE[0]), mesh_of(devices)
+    f = lambda x, w: [program(mesh, spec)(x, w) for spec in SPECS]  # noqa: E731
+    run = functools.partial(jax.jit, compiler_options=FAST)
+    check(run(implicit(f))(x, q), run(f)(x, dense(q)), 3e-5)
+
+
+def test_a_cut_block_is_announced_and_not_multiplied() -> None:
+    mesh = mesh_of(4)
+    q = ArrayNF4.quantize(normal(seeded("cut"), 64, 16), 64)
+    f = jax.shard_map(lambda w: lax.psum(w.sum(), ("t", "u")), mesh=mesh, in_specs=P(("t", "u")), out_specs=P())
+    with pytest.warns(MaterializationWarning, match="shard_map"):
+        total = implicit(f)(q)
+    np.testing.assert_allclose(total, dense(q).sum(), rtol=1e-5)
+    with materialization_policy("error"), pytest.raises(MaterializationError, match="shard_map"):
+        implicit(f)(q)
+    whole = jax.shard_map(lambda w: w @ w.T, mesh=mesh, in_specs=P(None, "t"), out_specs=P(None, None), check_vma=False)
+    assert not [e for e in explain(implicit(whole))(q).materializations if "shard_map" in e.primitive]
+
+
+RAGGED = [
+    kind if kind in ("nf4", "ternary") else pytest.param(kind, marks=pytest.mark.thorough)
+    for kind in ("nf4", "nf4-16", "int8", "ternary", "binary", "lora-nf4")
+]
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+def test_ragged_dot(kind: str) -> None:
+    """Experts, rows or columns of a stack of matrices over four devices."""
+    mesh, rng = mesh_of(4), seeded(kind, "ragged")
+    experts = [MAKE[kind](normal(rng, *SHAPE)) for _ in range(4)]
+    q = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
+    x, sizes = normal(rng, 10, SHAPE[0]), jnp.array([3, 0, 5, 2], jnp.int32)
+    for spec, x_spec, out in [
+        (P(None, ("t", "u")), P(None, ("t", "u")), P()),
+        (P(None, None, "t"), P(), P(None, "t")),
+        (P(None, "u", "t"), P(None, "u"), P(None, "t")),
+    ]:
+
+        def body(x, w, sizes, rows=x_spec[1] if len(x_spec) else None):
+            y = lax.ragged_dot(x, w, sizes)
+            return lax.psum(y, rows) if rows else y
+
+        f = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, spec, P()), out_specs=out)
+        check(jax.jit(implicit(f))(x, q, sizes), f(x, dense(q), sizes), 3e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "ternary"])
+def test_device_put_and_jit_decode_what_they_cannot_split(kind: str) -> None:
+    q, mesh = MAKE[kind](normal(seeded(kind, "put"), 4, 16)), mesh_of(4)
+    split = NamedSharding(mesh, P(("t", "u")))
+    put = implicit(lambda q: jax.device_put(q, split))(q)
+    check(put, dense(q))
+    assert put.sharding.is_equivalent_to(split, 2)
+    check(implicit(jax.jit(lambda q: q * 2, in_shardings=split))(q), dense(q) * 2)
+
+
+def test_specs_by_storage_of_a_double_quantized_array_say_what_to_do() -> None:
+    q = ArrayNF4.quantize(normal(seeded("double"), 256, 64), 16, double_quant=True)
+    f = functools.partial(jax.shard_map, jnp.tanh, mesh=mesh_of(4), out_specs=P(None, "t"))
+    with pytest.raises(ValueError, match=r"dataclasses.replace\(q, absmax=q.absmax.expanded\(\)\)"):
+        f(in_specs=(q.child_specs(P(None, "t")),))(q)
+    plain = dataclasses.replace(q, absmax=q.absmax.expanded())
+    check(f(in_specs=(plain.child_specs(P(None, "t")),))(plain), jnp.tanh(dense(q)))
