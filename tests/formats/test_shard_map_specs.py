@@ -1,4 +1,4 @@
-"""`shard_map` over quantized arrays with every spec, those that cut a block or a byte included, against dense arrays."""
+"""`shard_map` over quantized arrays with every spec, those that cut a block or a byte included, as on dense arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer.errors import MaterializationError, MaterializationWarning
-from eformer.jaximus import explain, implicit, materialization_policy
 from eformer import LoraArray
 from eformer._formats.grouped.array import GroupedArray
+from eformer.errors import MaterializationError, MaterializationWarning
+from eformer.jaximus import explain, implicit, materialization_policy
 from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
 
 from .contract import FAST, check, dense, normal, seeded
@@ -119,9 +119,9 @@ def test_ragged_dot(kind: str) -> None:
         (P(None, "u", "t"), P(None, "u"), P(None, "t")),
     ]:
 
-        def body(x, w, sizes, rows=x_spec[1] if len(x_spec) else None):
+        def body(x, w, sizes, rows=x_spec[1:]):
             y = lax.ragged_dot(x, w, sizes)
-            return lax.psum(y, rows) if rows else y
+            return lax.psum(y, *rows) if rows else y
 
         f = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, spec, P()), out_specs=out)
         check(jax.jit(implicit(f))(x, q, sizes), f(x, dense(q), sizes), 3e-5)

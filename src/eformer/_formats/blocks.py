@@ -118,17 +118,21 @@ def absmax_along(x: jax.Array, axis: int) -> jax.Array:
 
 def sum_along(x: jax.Array, axis: int) -> jax.Array:
     """The sum along an axis of any length, kept with size 1, in the dtype of `x`; -inf counts as the lowest number."""
-    if avals.explicit_sharding_of(x) is not None:
-        return jnp.sum(x, axis=axis, keepdims=True, dtype=x.dtype)
     at = x.ndim + axis
-    partial = joined([_sum_within(piece, at + 1) for piece in grouped(x, axis, _SHORT)], at)
-    return jnp.sum(partial, axis=at, keepdims=True, dtype=x.dtype)
+    short = min(_SHORT, (x.shape[at] & -x.shape[at]) // _PARTS)
+    if short <= 1 or avals.explicit_sharding_of(x) is not None:
+        return jnp.sum(x, axis=axis, keepdims=True, dtype=x.dtype)
+    (whole,) = grouped(x, axis, short)
+    return jnp.sum(_sum_within(whole, at + 1), axis=at, keepdims=True, dtype=x.dtype)
 
 
 # XLA on the CPU hands plain float sums and maxima to a library and cuts integer ones over more than 32 entries into a
 # reduce-window. Both first write the whole operand to memory, up to twice the size of the input. It does neither, and
 # fuses the reduction with what computes its operand, when the operation is not a bare float one and the axes are short.
 _SHORT = 32
+# Devices across which XLA splits an axis add up bare sums only. So a sum that is not bare is over a part of the axis
+# that stays whole when it is split in 64 parts.
+_PARTS = 64
 
 
 def _sum_within(x: jax.Array, at: int) -> jax.Array:

@@ -116,6 +116,18 @@ def explicit_sharding_of(leaf: Any) -> Any:
     return sharding if not mesh.empty and mesh._any_axis_explicit else None
 
 
+def on_every_device(x: jax.Array) -> jax.Array:
+    """`x` without the split that is part of its type: what merges axes or picks entries needs it whole."""
+    sharding = explicit_sharding_of(x)
+    return x if sharding is None else jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
+
+
+def sharded_like(x: jax.Array, other: Any) -> jax.Array:
+    """`x` with the sharding that is part of the type of `other`, an array of the same shape."""
+    sharding = explicit_sharding_of(other)
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
 def with_sharding_type(aval: Any, sharding: Any) -> Any:
     return aval.update(sharding=sharding)
 

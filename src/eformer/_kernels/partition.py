@@ -48,18 +48,19 @@ class Rule:
     first: tuple[int, ...]
     group: int = 1
 
-    @property
-    def text(self) -> str:
-        """The rule in Shardy's notation."""
-        return f"{', '.join(' '.join(axes) for axes in self.operands)} -> {' '.join(self.result)}"
+    def in_shardy(self, mesh: Any, operands: Any = None, results: Any = None) -> tuple[str, dict[str, Any]]:
+        """The rule in Shardy's notation; factors that are never split, in order of appearance, and sizes it cannot see.
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Factors that are never split, in order of appearance as Shardy wants them, and sizes it cannot see."""
-        names = self.text.translate(str.maketrans("(),->", "     ")).split()
-        fixed = tuple(dict.fromkeys(name for name in names if name not in dict(self.counts)))
-        sizes = {"s": self.group} if "(q s)" in self.text else {}
-        return {"need_replication_factors": fixed, **sizes}
+        Where an axis of the mesh does not divide the groups, Shardy would split them over a part of that axis, which
+        JAX cannot name. Columns then have a factor of their own, so that no sharding goes from them to the codes.
+        """
+        text = f"{', '.join(' '.join(axes) for axes in self.operands)} -> {' '.join(self.result)}"
+        if any(dict(self.counts).get("q", 0) % size for size in mesh.shape.values()):
+            text = text.replace("(q s)", "k")
+        names = text.translate(str.maketrans("(),->", "     ")).split()
+        fixed = tuple(dict.fromkeys(name for name in names if name not in ("k", *dict(self.counts))))
+        sizes = {"s": self.group} if "(q s)" in text else {}
+        return text, {"need_replication_factors": fixed, **sizes}
 
     @property
     def contracted(self) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ def splittable(rule: Rule, whole: Callable[..., jax.Array], local: Callable[...,
         return mesh, on_one_device, NamedSharding(mesh, _spec(rule.result, plan, scattered)), ins
 
     made = custom_partitioning(whole)
-    made.def_partition(partition, infer, sharding_rule=rule.text, **rule.options)
+    made.def_partition(partition, infer, sharding_rule=rule.in_shardy)
     return made
 
 

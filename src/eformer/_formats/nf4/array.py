@@ -114,7 +114,7 @@ class ArrayNF4(QuantizedArray):
         taken = jnp.take(packed, index // 2, axis=-1)
         codes = taken >> jnp.broadcast_to(4 * (1 - index % 2), taken.shape).astype(jnp.uint8) & 15
         absmax = jnp.take(self.frozen_scale(), index // self.block_size, axis=-1)
-        return jnp.asarray(codec.CODEBOOK)[codes] * absmax
+        return codec.values(codes) * absmax
 
     @property
     def kernel_block(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

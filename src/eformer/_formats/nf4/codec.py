@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
+from eformer._jax import avals
 from eformer._kernels.encode import nf4_encoder
 from eformer._kernels.formats import NF4_CODEBOOK as CODEBOOK
 
@@ -78,10 +79,10 @@ def decode(packed: jax.Array, absmax: jax.Array, *, axis: int, size: int, dtype:
     pair = codes.shape[: at + 2] + (2,) + codes.shape[at + 2 :]
     # One byte feeds two rows: shifting by an iota keeps this a single elementwise loop without a stack.
     shift = (1 - lax.broadcasted_iota(jnp.uint8, pair, at + 2)) * jnp.uint8(4)
-    values = _lookup((jnp.expand_dims(codes, at + 2) >> shift) & jnp.uint8(15))
-    values = values * jnp.expand_dims(_blocks.group_at(absmax, at, 0), (at + 1, at + 2))
+    decoded = values((jnp.expand_dims(codes, at + 2) >> shift) & jnp.uint8(15))
+    decoded = decoded * jnp.expand_dims(_blocks.group_at(absmax, at, 0), (at + 1, at + 2))
     blocks = codes.shape[at]
-    dense = values.astype(dtype).reshape(codes.shape[:at] + (blocks * block_size,) + codes.shape[at + 2 :])
+    dense = decoded.astype(dtype).reshape(codes.shape[:at] + (blocks * block_size,) + codes.shape[at + 2 :])
     return lax.slice_in_dim(dense, 0, size, axis=at)
 
 
@@ -107,7 +108,7 @@ def _nearest(x: jax.Array) -> jax.Array:
     return functools.reduce(lambda code, bit: (code << 1) | bit.astype(jnp.uint8), bits, jnp.uint8(0))
 
 
-def _lookup(codes: jax.Array) -> jax.Array:
+def values(codes: jax.Array) -> jax.Array:
     """`CODEBOOK[codes]` as a tree of selects, which vectorizes where a gather does not."""
     return _pick([(codes & jnp.uint8(8 >> level)) != 0 for level in range(4)], list(CODEBOOK))
 
@@ -179,19 +180,20 @@ def compress_absmax(absmax: jax.Array, *, core_ndim: int | None = None) -> tuple
     ([23, 47, 255], [3.0], 3.0)
     """
     _arguments.check_float(absmax, "double quantization")
-    batch, flat = _flat(absmax.astype(jnp.float32), core_ndim)
+    batch, flat = _flat(avals.on_every_device(absmax).astype(jnp.float32), core_ndim)
     finite = jnp.isfinite(flat)
     count = jnp.sum(finite, axis=-1, dtype=jnp.int32)
     offset = jnp.sum(jnp.where(finite, flat, 0.0), axis=-1) / jnp.maximum(count, 1).astype(jnp.float32)
     codes, scale = _compress_centred(flat - offset[..., None])
-    return codes.reshape(absmax.shape), scale, offset.reshape(batch)
+    return avals.sharded_like(codes.reshape(absmax.shape), absmax), scale, offset.reshape(batch)
 
 
 @functools.partial(jax.jit, static_argnames=("core_ndim",))
 def expand_absmax(codes: jax.Array, scale: jax.Array, offset: jax.Array, *, core_ndim: int | None = None) -> jax.Array:
     """The f32 absmax that `compress_absmax` stored."""
     _arguments.check_storage(codes, "absmax codes")
-    batch, flat = _flat(codes, core_ndim)
+    batch, flat = _flat(avals.on_every_device(codes), core_ndim)
+    scale, offset = avals.on_every_device(scale), avals.on_every_device(offset)
     groups = math.ceil(flat.shape[-1] / GROUP)
     if scale.shape != batch + (groups,) or offset.shape != batch:
         raise ValueError(
@@ -204,7 +206,7 @@ def expand_absmax(codes: jax.Array, scale: jax.Array, offset: jax.Array, *, core
     # The maximum changes nothing but keeps compilers from contracting to a fused multiply-add, which rounds once where
     # the format rounds twice.
     product = jnp.maximum(product, jnp.finfo(jnp.float32).min)
-    return (product + offset[..., None]).reshape(codes.shape)
+    return avals.sharded_like((product + offset[..., None]).reshape(codes.shape), codes)
 
 
 def _flat(x: jax.Array, core_ndim: int | None) -> tuple[tuple[int, ...], jax.Array]:

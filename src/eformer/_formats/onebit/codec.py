@@ -82,7 +82,7 @@ def binary(
     if scale is None:
         return codes, None
     count = w.shape[axis] if scale == "channel" else math.prod(w.shape[w.ndim - core :])
-    mean = _reduce(jnp.abs(values), axis, scale, core) / max(count, 1)
+    mean = _reduce(jnp.abs(values), axis, scale, core) / float(max(count, 1))
     return codes, jnp.moveaxis(jnp.where(mean < jnp.inf, mean, jnp.nan), axis, -1)
 
 
@@ -144,7 +144,7 @@ def _reduce(x: jax.Array, axis: int, scale: ScaleKind, core: int) -> jax.Array:
 
 def _std(values: jax.Array, axis: int, core: int) -> jax.Array:
     """Standard deviation over the core axes, kept with size 1; NaN if it is not finite."""
-    count = max(math.prod(values.shape[values.ndim - core :]), 1)
+    count = float(max(math.prod(values.shape[values.ndim - core :]), 1))  # as an int it may not fit into 32 bits
     mean = _reduce(values, axis, "tensor", core) / count
     variance = _reduce(jnp.square(values - mean), axis, "tensor", core) / count
     return jnp.sqrt(jnp.where(variance < jnp.inf, variance, jnp.nan))
