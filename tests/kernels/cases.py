@@ -10,14 +10,19 @@ import math
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from eformer._kernels import qmatmul
 from eformer._kernels.parameters import Problem, product_problem
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
+NIBBLES = ("int4", "iq4_nl", "fp4")
+BLOCKED = (*NIBBLES, "int2", "int3", "int5", "int6", "int8_block", "fp8_e4m3_block", "fp8_e5m2_block")
+MORE = (*BLOCKED, "fp8_e4m3", "fp8_e5m2")
 FORMS = ("dot", "axpy")
 SCALES = {"nf4": ("block",), "int8": ("row", "column", "full", "one")}
+SCALES |= {**dict.fromkeys(BLOCKED, ("block",)), "fp8_e4m3": ("row", "full"), "fp8_e5m2": ("row", "column")}
 SCALES |= dict.fromkeys(("ternary", "binary"), ("row", "column", "full", "one", "none"))
 
 _NF4 = np.array(
@@ -25,6 +30,19 @@ _NF4 = np.array(
      -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 )  # fmt: skip
+_IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+_FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def _values_of_codes(fmt: str) -> np.ndarray:
+    """What every code stands for, in float64, by the definition of the format."""
+    if fmt.startswith("fp8"):
+        kind = ml_dtypes.float8_e4m3fn if "e4m3" in fmt else ml_dtypes.float8_e5m2
+        return np.arange(256, dtype=np.uint8).view(kind).astype(np.float64)
+    if fmt.startswith("int"):
+        bits = int(fmt.removeprefix("int").removesuffix("_block"))
+        return np.arange(2**bits) - 2.0 ** (bits - 1)
+    return np.array({"nf4": _NF4, "iq4_nl": _IQ4_NL, "fp4": _FP4}[fmt], np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +80,15 @@ def make_case(
     batch: tuple[int, ...] = (),
     scale_dtype: Any = np.float32,
 ) -> Case:
-    if fmt == "nf4":
-        return _nf4(rng, rows, cols, block, batch, scale_dtype)
+    if fmt == "nf4" or fmt in BLOCKED:
+        return _in_blocks(rng, fmt, rows, cols, block, batch, scale_dtype)
     if fmt == "int8":
         codes = rng.integers(-127, 128, (*batch, rows, cols)).astype(np.int8)
         values = codes.astype(np.float64)
+    elif fmt.startswith("fp8"):
+        known = _values_of_codes(fmt)
+        codes = rng.choice(np.flatnonzero(np.isfinite(known)), (*batch, rows, cols)).astype(np.uint8)
+        values = known[codes]
     else:
         codes, values = _packed(rng, fmt, rows, cols, batch)
     factors = _scale(rng, scale or "row", rows, cols, batch, scale_dtype)
@@ -74,14 +96,21 @@ def make_case(
     return Case(fmt, cols, codes, factors, dense)
 
 
-def _nf4(rng: np.random.Generator, rows: int, cols: int, block: int, batch: tuple[int, ...], dtype: Any) -> Case:
-    blocks = math.ceil(cols / block)
-    numbers = rng.integers(0, 16, (*batch, rows, blocks * block))
-    numbers[..., cols:] = 7  # padding decodes to zero
-    codes = (numbers[..., 0::2] << 4 | numbers[..., 1::2]).astype(np.uint8)
+def _in_blocks(
+    rng: np.random.Generator, fmt: str, rows: int, cols: int, block: int, batch: tuple[int, ...], dtype: Any
+) -> Case:
+    blocks, known = math.ceil(cols / block), _values_of_codes(fmt)
+    numbers = rng.choice(np.flatnonzero(np.isfinite(known)), (*batch, rows, blocks * block))
+    numbers[..., cols:] = np.abs(known).argmin()  # padding decodes to zero
     absmax = rng.uniform(0.5, 2.0, (*batch, rows, blocks)).astype(dtype)
-    dense = (_NF4[numbers] * np.repeat(absmax.astype(np.float64), block, axis=-1))[..., :cols]
-    return Case("nf4", cols, codes.reshape(*batch, rows, blocks, block // 2), absmax, dense)
+    dense = (known[numbers] * np.repeat(absmax.astype(np.float64), block, axis=-1))[..., :cols]
+    bits = len(known).bit_length() - 1
+    if fmt == "int8_block":
+        codes = (numbers - 128).astype(np.int8)
+    else:
+        each = np.unpackbits(numbers.astype(np.uint8)[..., None], axis=-1)[..., 8 - bits :]
+        codes = np.packbits(each.reshape(*numbers.shape[:-1], -1), axis=-1)
+    return Case(fmt, cols, codes.reshape(*batch, rows, blocks, -1), absmax, dense)
 
 
 def _packed(rng: np.random.Generator, fmt: str, rows: int, cols: int, batch: tuple[int, ...]) -> tuple[Any, Any]:

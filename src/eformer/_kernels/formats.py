@@ -1,15 +1,22 @@
 """The formats of stored matrices, one row each in a table, and the checks that storage fits its row.
 
 D is the decoded matrix of R rows and C columns, stored row by row with the packed axis last. Any number of batch axes
-may stand in front of every array:
+may stand in front of every array. A value of D is what its code stands for, times its scale:
 
-    nf4       codes uint8 (R, ceil(C/block), block/2), first element in the high nibble; scale (R, ceil(C/block))
-    int8      codes int8  (R, C);                       scale (R or 1, C or 1)
-    ternary   codes uint8 (R, ceil(C/4)), two bits each, value = code - 1, first element in the high bits; scale or None
-    binary    codes uint8 (R, ceil(C/8)), one bit each, 1 is +1, 0 is -1, first element in the high bit; scale or None
+    nf4 int4 iq4_nl fp4     codes uint8 (R, blocks, block/2), first element in the high nibble; a table of 16 values
+    int2 int3 int5 int6     codes uint8 (R, blocks, block * bits/8), a row of bits, first element first, high bit first
+    int8_block              codes int8  (R, blocks, block)
+    fp8_e4m3_block          codes uint8 (R, blocks, block), the bits of float8_e4m3fn; fp8_e5m2_block likewise
+                            all of these: blocks = ceil(C/block), scale (R, blocks); intN has value = code - 2^(N-1)
 
-A row is all that decoding in plain JAX, lookups, sharding and the checks need to know of a format. What makes it fast
-is written per format: `xla.panel`, `tpu._pallas`, and the decoders in csrc.
+    int8                    codes int8  (R, C);         scale (R or 1, C or 1)
+    fp8_e4m3 fp8_e5m2       codes uint8 (R, C);         scale (R or 1, C or 1)
+    ternary                 codes uint8 (R, ceil(C/4)), two bits each, value = code - 1, first in the high bits; scale
+                            as above, or None
+    binary                  codes uint8 (R, ceil(C/8)), one bit each, 1 is +1, 0 is -1, first in the high bit; likewise
+
+A row is all that decoding and multiplying in plain JAX, lookups, sharding and the checks need to know of a format.
+Native backends name the rows they have decoders for.
 """
 
 from __future__ import annotations
@@ -17,13 +24,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 # The 16 values of NormalFloat-4 (Dettmers et al. 2023, appendix E), in code order. Code 7 is exactly zero.
 NF4_CODEBOOK = np.array(
@@ -37,21 +45,30 @@ NF4_CODEBOOK = np.array(
 )  # fmt: skip
 
 
-_BYTE = np.dtype(np.uint8)
+# e2m1: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, table 5).
+FP4_CODEBOOK = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# The table of ggml's IQ4_NL.
+IQ4_NL_CODEBOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+_BYTE, _INT8 = np.dtype(np.uint8), np.dtype(np.int8)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Format:
     """How a matrix is stored.
 
-    `number` is its place in the enumerations of csrc. `values` turns unpacked codes into numbers of a dtype, scales
-    aside. A blocked format has one scale per block of columns, and an axis of blocks in its codes.
+    `number` is its place in the enumerations of csrc. What a code stands for, scales aside, is `code - zero`, an entry
+    of `table`, the bits of a float of type `bits_of`, or 1 and -1 (binary). A blocked format has one scale per block of
+    columns, and an axis of blocks in its codes.
     """
 
     name: str
     number: int
-    values: Callable[[jax.Array, Any], jax.Array]
-    per_code: int = 1  # values in one stored element
+    zero: int | None = None
+    table: np.ndarray | None = None
+    bits_of: Any = None
+    per_code: int = 1  # values in one unit
+    unit: int = 1  # stored elements that come apart together
     code_dtype: np.dtype = _BYTE
     blocked: bool = False
     needs_scale: bool = True
@@ -64,7 +81,17 @@ class Format:
 
     @property
     def bits(self) -> int:
-        return 8 * self.code_dtype.itemsize // self.per_code
+        return 8 * self.code_dtype.itemsize * self.unit // self.per_code
+
+    @property
+    def in_nibbles(self) -> bool:
+        """Is it one of the formats in the layout of nf4, which differ in `sixteen`?"""
+        return self.blocked and self.bits == 4
+
+    @property
+    def sixteen(self) -> np.ndarray:
+        """What the codes of a 4-bit format stand for."""
+        return np.arange(16, dtype=np.float32) - np.float32(self.zero) if self.table is None else self.table
 
     def batch_of(self, codes: Any) -> tuple[int, ...]:
         return tuple(codes.shape[: codes.ndim - self.core_ndim])
@@ -74,30 +101,74 @@ class Format:
         if not self.blocked:
             return rows, math.ceil(cols / self.per_code)
         assert block is not None
-        return rows, math.ceil(cols / block), block // self.per_code
+        return rows, math.ceil(cols / block), block // self.per_code * self.unit
+
+    def units_held(self, codes: Any) -> int:
+        """Units of one row of the storage."""
+        return codes.shape[-1] // self.unit * (codes.shape[-2] if self.blocked else 1)
 
     def columns_held(self, codes: Any) -> int:
         """Columns the storage holds, padding included."""
-        return codes.shape[-1] * self.per_code * (codes.shape[-2] if self.blocked else 1)
+        return self.units_held(codes) * self.per_code
 
     def group(self, block: int | None) -> int:
         """Neighbouring columns that are stored together: a block, or one stored element."""
         return int(block or self.per_code)
 
+    def fields(self, codes: jax.Array, bits: int = 8) -> list[jax.Array]:
+        """The codes of packed bytes, apart: one array for each value of a unit. Of single bytes, the lowest `bits`."""
+        if self.per_code == 1:
+            return [codes]
+        size, mask = self.bits, np.uint8(2**self.bits - 1)
+        if self.unit == 1:
+            return [(codes >> np.uint8(shift)) & mask for shift in range(bits - size, -1, -size)]
+        parts = [codes[..., i :: self.unit] for i in range(self.unit)]
+        found = []
+        for value in range(self.per_code):
+            byte, first = divmod(value * size, 8)
+            over = first + size - 8  # bits that are in the next byte
+            field = parts[byte] >> np.uint8(-over) if over <= 0 else parts[byte] << np.uint8(over)
+            found.append((field if over <= 0 else field | parts[byte + 1] >> np.uint8(8 - over)) & mask)
+        return found
 
-def nf4_values(codes: jax.Array, dtype: Any) -> jax.Array:
-    # Built from scalars: custom partitioning takes no array constants.
-    table = jnp.stack([jnp.full((), value, dtype) for value in NF4_CODEBOOK.tolist()])
-    return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+    def values(self, codes: jax.Array, dtype: Any) -> jax.Array:
+        """What separate codes stand for."""
+        if self.bits_of is not None:
+            return lax.bitcast_convert_type(codes, self.bits_of).astype(dtype)
+        if self.table is not None:
+            # Built from scalars: custom partitioning takes no array constants.
+            table = jnp.stack([jnp.full((), value, dtype) for value in self.table.tolist()])
+            return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+        if self.zero is None:
+            return codes.astype(dtype) * 2 - 1
+        # By way of int8: the conversion of unsigned bytes is slower than that of signed ones.
+        return codes.astype(jnp.int8).astype(dtype) - self.zero if self.zero else codes.astype(dtype)
 
 
+def _blocks(name: str, number: int, **how: Any) -> Format:
+    return Format(name, number, blocked=True, **how)
+
+
+_E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _ROWS = {
     row.name: row
     for row in (
-        Format("nf4", 0, nf4_values, per_code=2, blocked=True),
-        Format("int8", 1, lambda codes, dtype: codes.astype(dtype), code_dtype=np.dtype(np.int8)),
-        Format("ternary", 2, lambda codes, dtype: codes.astype(dtype) - 1, per_code=4, needs_scale=False),
-        Format("binary", 3, lambda codes, dtype: codes.astype(dtype) * 2 - 1, per_code=8, needs_scale=False),
+        _blocks("nf4", 0, table=NF4_CODEBOOK, per_code=2),
+        Format("int8", 1, zero=0, code_dtype=_INT8),
+        Format("ternary", 2, zero=1, per_code=4, needs_scale=False),
+        Format("binary", 3, per_code=8, needs_scale=False),
+        _blocks("int4", 4, zero=8, per_code=2),
+        _blocks("iq4_nl", 5, table=IQ4_NL_CODEBOOK, per_code=2),
+        _blocks("fp4", 6, table=FP4_CODEBOOK, per_code=2),
+        _blocks("int8_block", 7, zero=0, code_dtype=_INT8),
+        Format("fp8_e4m3", 8, bits_of=_E4M3),
+        Format("fp8_e5m2", 9, bits_of=_E5M2),
+        _blocks("fp8_e4m3_block", 10, bits_of=_E4M3),
+        _blocks("fp8_e5m2_block", 11, bits_of=_E5M2),
+        _blocks("int2", 12, zero=2, per_code=4),
+        _blocks("int3", 13, zero=4, per_code=8, unit=3),
+        _blocks("int5", 14, zero=16, per_code=8, unit=5),
+        _blocks("int6", 15, zero=32, per_code=4, unit=3),
     )
 }
 FORMATS: Mapping[str, Format] = MappingProxyType(_ROWS)
@@ -133,8 +204,8 @@ def check_storage(fmt: str, codes: Any, scale: Any, cols: int, block: int | None
 
 
 def _check_blocks(row: Format, codes: Any, scale: Any, cols: int, block: int | None) -> int:
-    found = row.per_code * codes.shape[-1]
-    if found == 0 or (block is not None and block != found):
+    found = row.per_code * (codes.shape[-1] // row.unit)
+    if found == 0 or codes.shape[-1] % row.unit or (block is not None and block != found):
         raise ValueError(f"{row.name} codes {list(codes.shape)} hold blocks of {found} values, but {block=}.")
     blocks = math.ceil(cols / found)
     if codes.shape[-2] != blocks:
@@ -143,7 +214,7 @@ def _check_blocks(row: Format, codes: Any, scale: Any, cols: int, block: int | N
         )
     if scale is None or tuple(scale.shape[-2:]) != tuple(codes.shape[-3:-1]) or scale.ndim < 2:
         got = None if scale is None else list(scale.shape)
-        raise ValueError(f"{row.name} needs one absmax per block, shape {list(codes.shape[:-1])}, got {got}.")
+        raise ValueError(f"{row.name} needs one scale per block, shape {list(codes.shape[:-1])}, got {got}.")
     _check_scale(row, scale, codes.shape[:-3], codes.shape[-3:-1])
     return found
 
@@ -171,13 +242,16 @@ def with_batch_of(codes: jax.Array, scale: jax.Array | None, fmt: str) -> jax.Ar
 
 
 def unpack(codes: jax.Array, fmt: str) -> jax.Array:
-    """Separate packed codes along the last axis, which grows by the number of values per stored element."""
+    """Separate packed codes along the last axis."""
     row = FORMATS[fmt]
     if row.per_code == 1:
         return codes
-    shifts = jnp.arange(row.per_code - 1, -1, -1, dtype=jnp.uint8) * row.bits
-    parts = (codes[..., None] >> shifts.reshape((1,) * codes.ndim + (-1,))) & jnp.uint8(2**row.bits - 1)
-    return parts.reshape(*codes.shape[:-1], codes.shape[-1] * row.per_code)
+    if row.unit == 1:
+        shifts = jnp.arange(row.per_code - 1, -1, -1, dtype=jnp.uint8) * row.bits
+        parts = (codes[..., None] >> shifts.reshape((1,) * codes.ndim + (-1,))) & jnp.uint8(2**row.bits - 1)
+    else:
+        parts = jnp.stack(row.fields(codes), axis=-1)
+    return parts.reshape(*parts.shape[:-2], parts.shape[-2] * row.per_code)
 
 
 def decode(codes: jax.Array, scale: jax.Array | None, *, fmt: str, cols: int, dtype: Any = jnp.float32) -> jax.Array:

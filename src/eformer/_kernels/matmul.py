@@ -179,7 +179,7 @@ PRODUCT = Operation(
             "reference", "small", _tiny, _one_matrix_at_a_time(reference),
             why=f"at most {TINY} values: decoding all of them is as quick, and compiles faster",
         ),
-        Candidate("xla", "xla", xla.refuses, _one_matrix_at_a_time(xla.qmatmul)),
+        Candidate("xla", "xla", anything, _one_matrix_at_a_time(xla.qmatmul)),
         Candidate("reference", "reference", anything, reference),
     ),
     batch=_batch,

@@ -43,7 +43,7 @@ class Limits:
     the number of rows of x, where it has to be known.
     """
 
-    formats: tuple[str, ...] = ("nf4", "int8", "ternary", "binary")
+    formats: tuple[str, ...]
     floats: tuple[np.dtype, ...] = FLOATS
     scales: tuple[np.dtype, ...] = FLOATS
     block: int = 1

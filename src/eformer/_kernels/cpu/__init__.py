@@ -61,7 +61,7 @@ LARGEST_LOOKUP: dict[str, int] = {"int8": 1 << 20, "ternary": 1 << 19, "binary":
 
 # -- why a problem cannot, or should not, be given to the kernels; None means it can -----------------------------------
 
-LIMITS = Limits(arithmetic="its own: products and sums in float32")
+LIMITS = Limits(("nf4", "int8", "ternary", "binary"), arithmetic="its own: products and sums in float32")
 
 
 def refuses_product(problem: Problem) -> str | None:

@@ -41,7 +41,10 @@ def loaded() -> Loaded:
 # -- why a problem cannot be given to the kernels; None means it can ---------------------------------------------------
 
 LIMITS = Limits(
-    block=32, arithmetic="its own: 16-bit products, sums in float32", rows_decide="its kernels are chosen by it"
+    ("nf4", "int8", "ternary", "binary"),
+    block=32,
+    arithmetic="its own: 16-bit products, sums in float32",
+    rows_decide="its kernels are chosen by it",
 )
 
 

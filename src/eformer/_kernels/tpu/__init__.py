@@ -11,7 +11,8 @@ from ..parameters import Problem
 from . import tuning
 
 # One row of 8 x 128 words holds 64 values of 128 rows of D, and a scale must not change inside it.
-LIMITS = Limits(floats=(F32, BF16), block=64, rows_decide="its tiles depend on it")
+TAKES = ("nf4", "int4", "iq4_nl", "fp4", "int8", "ternary", "binary")
+LIMITS = Limits(TAKES, floats=(F32, BF16), block=64, rows_decide="its tiles depend on it")
 # Mosaic multiplies no bfloat16 matrices on these.
 TOO_OLD = ("TPU v2", "TPU v3")
 

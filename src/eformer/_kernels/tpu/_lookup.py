@@ -11,13 +11,13 @@ from jax import lax
 from eformer._jax.avals import result_type
 
 from ._matmul import stored
-from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nf4_planes, pl, words
+from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nibble_planes, pl, words
 from .tuning import TILE_LANES, TILE_ROWS, planes_of, units_of
 
 # Index arithmetic is written with lax: `//` and `%` of JAX also look at signs, for which Mosaic wants to know the chip.
 
 # Units one step decodes at most; a longer row takes several.
-_UNITS = {"nf4": 1024, "int8": 8192, "ternary": 4096, "binary": 2048}
+_UNITS, _UNITS_OF_NIBBLES = {"int8": 8192, "ternary": 4096, "binary": 2048}, 1024
 
 
 def qgather(
@@ -29,10 +29,10 @@ def qgather(
     interpret: Any = False,
     permute: bool | None = None,
 ) -> jax.Array:
-    """Decoded rows for indices (n,) inside the table. Scales other than those of nf4 are left to XLA."""
-    fmt, planes = problem.fmt, planes_of(problem.fmt)
+    """Decoded rows for indices (n,) inside the table. Scales other than those of blocks are left to XLA."""
+    fmt, planes, blocked = problem.fmt, planes_of(problem.fmt), problem.format.blocked
     operands = [stored(fmt, codes[None])[0]]
-    if fmt == "nf4":
+    if blocked:
         assert scale is not None
         operands.append(scale.T.astype(jnp.float32))
     permute = can_permute() if permute is None else permute
@@ -54,22 +54,23 @@ def qgather(
         name=f"eformer_{fmt}_lookup",
     )(indices.astype(jnp.int32), *operands)
     rows = rows.swapaxes(1, 2).reshape(indices.shape[0], -1)[:, : problem.cols]
-    if scale is not None and fmt != "nf4":
+    if scale is not None and not blocked:
         factor = scale[indices] if scale.shape[0] == codes.shape[0] else scale
         rows = rows * factor.astype(jnp.float32)
     return rows.astype(problem.out_dtype)
 
 
 def _units_per_step(fmt: str, units: int, block: int | None) -> int:
-    if units <= _UNITS[fmt]:
+    most = _UNITS_OF_NIBBLES if block else _UNITS[fmt]
+    if units <= most:
         return units
-    # For nf4, whole groups of eight scales, or a row that is taken whole whatever its length.
-    step = block if fmt == "nf4" and block else _UNITS[fmt]
-    return step * (_UNITS[fmt] // step) if step <= _UNITS[fmt] else units
+    # Of blocks, whole groups of eight scales, or a row that is taken whole whatever its length.
+    step = block or most
+    return step * (most // step) if step <= most else units
 
 
 def _specs(problem: Any, size: int) -> list[pl.BlockSpec]:
-    if problem.fmt != "nf4":
+    if not FORMATS[problem.fmt].blocked:
         at_row = lambda i, u, numbers: (lax.div(numbers[i], TILE_ROWS), u)  # noqa: E731
         return [pl.BlockSpec((min(problem.rows, TILE_ROWS), size), at_row)]
     scales = size // (problem.block // 8)
@@ -84,7 +85,7 @@ def _specs(problem: Any, size: int) -> list[pl.BlockSpec]:
 def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> None:
     out = rest[-1]
     number = numbers[pl.program_id(0)]
-    if problem.fmt != "nf4":
+    if not problem.format.blocked:
         row = lax.broadcasted_iota(jnp.int32, codes.shape, 0) == lax.rem(number, TILE_ROWS)
         for i, plane in enumerate(byte_planes(codes[...], problem.fmt)):
             out[i : i + 1, :] = jnp.where(row, plane, 0.0).sum(0, keepdims=True)
@@ -93,7 +94,7 @@ def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> 
     # precision it is exact. Lanes after the end of the table, and scales after the last block, may be NaN.
     scale = rest[0][...]
     lane = lax.broadcasted_iota(jnp.int32, scale.shape, 1) == lax.rem(number, TILE_LANES)
-    planes = nf4_planes(words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)
+    planes = nibble_planes(problem.format, words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)
     ones = jnp.ones((8, scale.shape[1]), jnp.float32)
     for i, plane in enumerate(planes):
         dims = (((1,), (1,)), ((), ()))
@@ -102,6 +103,6 @@ def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> 
 
 
 def _cost(problem: Any, count: int, units: int) -> pl.CostEstimate:
-    per_row = 4 * units * TILE_LANES if problem.fmt == "nf4" else units * TILE_ROWS
+    per_row = 4 * units * TILE_LANES if problem.format.blocked else units * TILE_ROWS
     values = units * planes_of(problem.fmt)
     return pl.CostEstimate(flops=2 * count * values, transcendentals=0, bytes_accessed=count * (per_row + 4 * values))

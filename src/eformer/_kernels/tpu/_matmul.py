@@ -18,10 +18,11 @@ from jax import lax
 
 from eformer._jax.avals import result_type
 
+from ..formats import FORMATS
 from ..group_tiles import cut, joined
 from ..native import in_one_batch_axis
 from ..parameters import Problem, out_shape
-from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nf4_planes, pl, precision, scratch, words
+from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nibble_planes, pl, precision, scratch, words
 from .tuning import Geometry, geometry
 
 # Grid axes: matrix (or tile of a group), rows of x, result, contraction.
@@ -41,7 +42,7 @@ def qmatmul(
     interpret: Any = False,
     permute: bool | None = None,
 ) -> jax.Array:
-    """The product of one problem, batch axes included. `permute` forces a way of decoding nf4, for tests."""
+    """The product of one problem, batch axes included. `permute` forces a way of decoding nibbles, for tests."""
     y = product(problem, *in_one_batch_axis(problem, x, codes, scale), interpret=interpret, permute=permute)
     return y.reshape(out_shape(problem, x, codes))
 
@@ -91,7 +92,7 @@ def product(
         precision=precision(problem.precision),
         permute=can_permute() if permute is None else permute,
         grouped=groups is not None,
-        scaled=factors is not None and problem.fmt != "nf4",
+        scaled=factors is not None and not problem.format.blocked,
     )
     if before is not None:
         x = (x * (before if groups is None else before[groups[0]])).astype(x.dtype)
@@ -102,16 +103,16 @@ def product(
 
 
 def stored(fmt: str, codes: jax.Array) -> jax.Array:
-    """Codes as the kernel reads them. For nf4, (matrices, bytes, rows): no copy, XLA keeps the rows last on a TPU."""
-    if fmt != "nf4":
+    """Codes as the kernel reads them. Blocks as (matrices, bytes, rows): no copy, XLA keeps the rows last on a TPU."""
+    if not FORMATS[fmt].blocked:
         return codes
     matrices, rows, blocks, size = codes.shape
     return codes.transpose(0, 2, 3, 1).reshape(matrices, blocks * size, rows)
 
 
 def _factors(problem: Problem, g: Geometry, scale: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """What x is multiplied by before, and the factors the kernel takes: the scales of nf4, or those of y."""
-    if problem.fmt == "nf4":
+    """What x is multiplied by before, and the factors the kernel takes: the scales of blocks, or those of y."""
+    if problem.format.blocked:
         return None, scale.swapaxes(1, 2)
     per_row, per_column = scale.shape[1] != 1, scale.shape[2] != 1
     row = scale.reshape(scale.shape[0], 1, -1)
@@ -170,7 +171,7 @@ def call(
     *,
     interpret: Any = False,
 ) -> jax.Array:
-    """x (tiles, ...) times codes (matrices, ...). `factors`: the scales of nf4, or what y is multiplied by.
+    """x (tiles, ...) times codes (matrices, ...). `factors`: the scales of blocks, or what y is multiplied by.
 
     `groups` are the matrix of every tile and the number of tiles in use; without it tile t is multiplied by matrix t.
     """
@@ -247,14 +248,14 @@ def _plain_spec(kernel: Kernel) -> pl.BlockSpec:
 
 def _codes_spec(kernel: Kernel) -> pl.BlockSpec:
     g = kernel.geometry
-    if g.fmt == "nf4":
+    if g.format.blocked:
         return pl.BlockSpec((None, 4 * g.bu, g.br), _index(kernel, lambda i, m, r, u: (i, u, r)))
     return pl.BlockSpec((None, g.br, g.bu), _index(kernel, lambda i, m, r, u: (i, r, u)))
 
 
 def _factor_spec(kernel: Kernel) -> pl.BlockSpec:
     g = kernel.geometry
-    if g.fmt == "nf4":
+    if g.format.blocked:
         tiled = g.scales_in_tiles
         index = _index(kernel, lambda i, m, r, u: (i, u if tiled else 0, r))
         return pl.BlockSpec((None, g.scale_block, g.br), index)
@@ -308,14 +309,15 @@ def _body(kernel: Kernel, step: _Step) -> None:
 
 def _accumulate(kernel: Kernel, step: _Step) -> None:
     dot = kernel.form == "dot"
-    axis = int(dot == (kernel.geometry.fmt != "nf4"))  # the contracted axis of a plane
+    axis = int(dot != kernel.geometry.format.blocked)  # the contracted axis of a plane
     dims = (((1,), (axis,)), ((), ()))
     x = None if step.x.ndim == 3 else _valid_x(kernel, step)
     total = step.sums[0] if dot else None
-    if kernel.geometry.fmt == "nf4":
-        planes = nf4_planes(words(step.codes[...]), _valid_scales(kernel, step), permute=kernel.permute)
+    row = kernel.geometry.format
+    if row.blocked:
+        planes = nibble_planes(row, words(step.codes[...]), _valid_scales(kernel, step), permute=kernel.permute)
     else:
-        planes = byte_planes(step.codes[...], kernel.geometry.fmt)
+        planes = byte_planes(step.codes[...], row.name)
     for i, plane in enumerate(planes):
         part = lax.dot_general(
             step.x[i] if x is None else x,

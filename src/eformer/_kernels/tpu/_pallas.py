@@ -2,7 +2,7 @@
 
 A block of codes comes apart into planes: plane i holds every n-th column starting at i.
 
-nf4 arrives transposed, (bytes, rows of D): that is how XLA keeps it on a TPU. Four bytes of a row of D make a word of
+4-bit codes in blocks arrive transposed, (bytes, rows of D): that is how XLA keeps them on a TPU. Four bytes of a row of D make a word of
 eight values, and the eight rows of words in a register share one scale, so the scale is multiplied into the table and
 not into every value. The 16 entries of the table fill two registers, one entry per sublane: three bits of a code
 permute sublanes, the fourth selects the register.
@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..formats import NF4_CODEBOOK
+from ..formats import Format
 
-__all__ = ["byte_planes", "can_permute", "compiler_params", "grid_spec", "nf4_planes", "pl", "precision", "scratch"]
-__all__ += ["words"]
+__all__ = ["byte_planes", "can_permute", "compiler_params", "grid_spec", "nibble_planes", "pl", "precision"]
+__all__ += ["scratch", "words"]
 
 # Generations before the fifth have no permutation of sublanes by a vector of indices.
 _WITHOUT_PERMUTES = ("TPU v2", "TPU v3", "TPU v4")
@@ -67,28 +67,28 @@ def precision(asked: Any) -> lax.Precision:
     return lax.Precision.DEFAULT if all(level in fast for level in levels) else lax.Precision.HIGHEST
 
 
-def nf4_planes(words: jax.Array, scale: jax.Array, *, permute: bool) -> Iterator[jax.Array]:
+def nibble_planes(row: Format, words: jax.Array, scale: jax.Array, *, permute: bool) -> Iterator[jax.Array]:
     """(units, rows) words and (scales, rows) -> eight float32 planes of the shape of the words."""
     units, rows = words.shape
     registers = words.reshape(units // _SUBLANES, _SUBLANES, rows)
     per_scale = registers.shape[0] // scale.shape[0]
     factor = scale[:, None, None, :]
     lookup = _permuted if permute else _selected
-    tables = lookup(factor, (scale.shape[0], per_scale, _SUBLANES, rows))
+    tables = lookup(row.sixteen, factor, (scale.shape[0], per_scale, _SUBLANES, rows))
     for shift in SHIFTS:
         yield tables(registers, shift).reshape(units, rows)
 
 
-def _permuted(factor: jax.Array, shape: tuple[int, ...]) -> Callable[[jax.Array, int], jax.Array]:
+def _permuted(entries: np.ndarray, factor: jax.Array, shape: tuple[int, ...]) -> Callable[[jax.Array, int], jax.Array]:
     row = lax.broadcasted_iota(jnp.int32, (_SUBLANES, shape[-1]), 0)
 
-    def table(entries: np.ndarray) -> jax.Array:
-        column = jnp.full(row.shape, entries[0], jnp.float32)
-        for i, entry in enumerate(entries[1:], 1):
+    def table(half: np.ndarray) -> jax.Array:
+        column = jnp.full(row.shape, half[0], jnp.float32)
+        for i, entry in enumerate(half[1:], 1):
             column = jnp.where(row == i, jnp.float32(entry), column)
         return jnp.broadcast_to(column * factor, shape).reshape(-1, *shape[2:])
 
-    low, high = table(NF4_CODEBOOK[:8]), table(NF4_CODEBOOK[8:])
+    low, high = table(entries[:8]), table(entries[8:])
 
     def lookup(registers: jax.Array, shift: int) -> jax.Array:
         index = (registers >> shift) & 7
@@ -110,12 +110,12 @@ def _permute(table: jax.Array, index: jax.Array) -> jax.Array:
     return lax.gather(table, index[..., None], numbers, slice_sizes=(1, 1, 1), mode=mode)
 
 
-def _selected(factor: jax.Array, shape: tuple[int, ...]) -> Callable[[jax.Array, int], jax.Array]:
+def _selected(entries: np.ndarray, factor: jax.Array, shape: tuple[int, ...]) -> Callable[[jax.Array, int], jax.Array]:
     """Four levels of selects: three times the work, for chips that cannot permute."""
     spread = jnp.broadcast_to(factor, shape).reshape(-1, *shape[2:])
 
     def lookup(registers: jax.Array, shift: int) -> jax.Array:
-        values: list[Any] = [jnp.float32(value) for value in NF4_CODEBOOK]
+        values: list[Any] = [jnp.float32(value) for value in entries]
         for bit in range(4):
             is_set = _bit(registers, shift + bit)
             values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]

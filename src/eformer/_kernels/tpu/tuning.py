@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import FORMATS
+from ..formats import FORMATS, Format
 from ..parameters import Problem
 
 # Bytes of VMEM one kernel may fill. Mosaic gives a kernel 16 MiB on every generation unless told otherwise; the rest is
@@ -30,7 +30,7 @@ TILE_ROWS, TILE_LANES = 32, 128
 class Geometry:
     """How a stored matrix is cut.
 
-    A *unit* is what comes apart into `planes` values: a byte, or for nf4 four bytes of one row of D (eight values).
+    A *unit* is what comes apart into `planes` values: a byte, or of blocks four bytes of one row of D (eight values).
     `bm`, `br` and `bu` are block sizes: rows of x, rows of D, units of columns.
     """
 
@@ -41,7 +41,11 @@ class Geometry:
     bm: int
     br: int
     bu: int
-    block: int | None = None  # nf4: values per scale
+    block: int | None = None  # values per scale
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.fmt]
 
     @property
     def planes(self) -> int:
@@ -66,27 +70,27 @@ class Geometry:
 
     @property
     def scale_rows(self) -> int:
-        """nf4: rows of the transposed scales one block of codes needs (a part of a row counts as one)."""
+        """Of blocks: rows of the transposed scales one block of codes needs (a part of a row counts as one)."""
         return max(self.bu // self.units_per_scale, 1)
 
     @property
     def scale_block(self) -> int:
-        """nf4: rows of the transposed scales in VMEM at a time."""
+        """Of blocks: rows of the transposed scales in VMEM at a time."""
         return self.scale_rows if self.scales_in_tiles else self.units // self.units_per_scale
 
     @property
     def scales_in_tiles(self) -> bool:
-        """nf4: are the scales cut like the codes? Otherwise a block holds all of them and the kernel takes its rows."""
+        """Of blocks: are the scales cut like the codes? Otherwise a block holds all of them and the kernel takes its rows."""
         return self.unit_steps == 1 or self.scale_rows % 8 == 0
 
 
 def planes_of(fmt: str) -> int:
-    return 8 if fmt == "nf4" else FORMATS[fmt].per_code
+    return 8 if FORMATS[fmt].blocked else FORMATS[fmt].per_code
 
 
 def units_of(fmt: str, cols: int, block: int | None) -> int:
     """Units of the storage, padding included."""
-    return math.prod(FORMATS[fmt].stored_shape(1, cols, block)) // (4 if fmt == "nf4" else 1)
+    return math.prod(FORMATS[fmt].stored_shape(1, cols, block)) // (4 if FORMATS[fmt].blocked else 1)
 
 
 def geometry(problem: Problem, m: int) -> Geometry:
@@ -103,11 +107,11 @@ def cut(problem: Problem, m: int, bm: int, br: int, values: int) -> Geometry:
     fmt, block = problem.fmt, problem.block
     units = units_of(fmt, problem.cols, block)
     wanted = values // planes_of(fmt)
-    bu = _nf4_units(units, wanted, block // 8) if fmt == "nf4" and block else min(units, max(wanted, LEAST_BYTES))
+    bu = _block_units(units, wanted, block // 8) if block else min(units, max(wanted, LEAST_BYTES))
     return Geometry(fmt, m, problem.rows, units, min(m, bm), min(problem.rows, br), bu, block)
 
 
-def _nf4_units(units: int, wanted: int, per_scale: int) -> int:
+def _block_units(units: int, wanted: int, per_scale: int) -> int:
     """Units whose scales are whole rows, a multiple of eight of them, a divisor of all, or part of a single one."""
     if units <= wanted:
         return units
@@ -122,13 +126,13 @@ def _nf4_units(units: int, wanted: int, per_scale: int) -> int:
 
 def vmem_bytes(g: Geometry, form: str, x_dtype: np.dtype, out_dtype: np.dtype) -> int:
     """VMEM a product takes: every block twice (one is computed on while the next arrives), the sums, decoded planes."""
-    stored = (g.bu * 4, g.br) if g.fmt == "nf4" else (g.br, g.bu)
+    stored = (g.bu * 4, g.br) if g.format.blocked else (g.br, g.bu)
     split, plain = (g.planes, g.bm, g.bu), (g.bm, g.br)
     x, y = (split, plain) if form == "dot" else (plain, split)
-    scale = (g.scale_block, g.br) if g.fmt == "nf4" else (*y[:-2], 1, y[-1])
+    scale = (g.scale_block, g.br) if g.format.blocked else (*y[:-2], 1, y[-1])
     blocks = padded(x, x_dtype) + padded(stored, np.int8) + padded(scale, np.float32) + padded(y, out_dtype)
-    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, nf4's two scaled tables.
-    plane, words = ((g.bu, g.br), 4) if g.fmt == "nf4" else ((g.br, g.bu), 2)
+    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, two scaled tables.
+    plane, words = ((g.bu, g.br), 4) if g.format.blocked else ((g.br, g.bu), 2)
     return 2 * blocks + padded(y, np.float32) + words * padded(plane, np.float32) + padded(plane, x_dtype)
 
 
@@ -141,6 +145,6 @@ def padded(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def lookup_pays(fmt: str, rows: int, count: int) -> bool:
-    """XLA keeps the rows of nf4 along lanes and turns the whole table around to gather from it; one tile per row asked
+    """XLA keeps the rows of blocks along lanes and turns the whole table around to gather from it; one tile per row asked
     for is less as long as there are few of them. The rows of the other formats XLA gathers in place."""
-    return fmt == "nf4" and count <= rows // (TILE_LANES // 2)
+    return FORMATS[fmt].blocked and count <= rows // (TILE_LANES // 2)

@@ -14,10 +14,6 @@ from ..parameters import Problem
 from . import gpu, one_row, panel
 
 
-def refuses(problem: Problem) -> str | None:
-    return None if problem.fmt in panel.UNSCALED else f"it has no decoder for {problem.fmt}"
-
-
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """The product of one problem without batch axes."""
     dtype = problem.compute_dtype
@@ -39,7 +35,7 @@ def _fold(problem: Problem, scale: jax.Array | None) -> tuple[Any, Any, Any]:
 
 
 def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
-    parts, cols, precision = problem.format.per_code, problem.cols, problem.precision
+    row, cols, precision = problem.format, problem.cols, problem.precision
 
     def decoded(panel_codes: jax.Array, panel_scale: Any) -> list[jax.Array]:
         return panel.planes(problem.fmt, panel_codes, panel_scale, problem.compute_dtype)
@@ -48,12 +44,12 @@ def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> ja
         return jnp.zeros((problem.m, problem.rows if problem.form == "dot" else cols), x.dtype)
     one_dot = problem.m == 1 and problem.form == "dot" and problem.platform == "cpu"
     if one_dot and scale is None:
-        return one_row.dot_form(x, codes, decoded, parts=parts, precision=precision)
-    if one_dot and one_row.fits_nf4(problem.block):
-        return one_row.nf4_dot_form(x, codes, scale)
+        return one_row.dot_form(x, codes, decoded, row=row, precision=precision)
+    if one_dot and one_row.fits_nibbles(row, problem.block):
+        return one_row.nibble_dot_form(x, codes, scale, row=row)
     if problem.m == 1 and problem.form == "axpy" and problem.rows >= one_row.PANEL:
-        return one_row.axpy_form(x, codes, scale, decoded, parts=parts, cols=cols)
-    sizes = {"parts": parts, "panel": panel.panel_rows(problem), "precision": precision}
+        return one_row.axpy_form(x, codes, scale, decoded, row=row, cols=cols)
+    sizes = {"row": row, "panel": panel.panel_rows(problem), "precision": precision}
     if problem.form == "dot":
         return panel.dot_form(x, codes, scale, decoded, **sizes)
     return panel.axpy_form(x, codes, scale, decoded, cols=cols, **sizes)

@@ -5,14 +5,13 @@
     other formats      decode in one kernel, then one matrix product
 
 The decoded matrix is short-lived: four bits a value for ternary and binary up to M = 256, otherwise the type of x.
-With up to 16 rows of x a large NF4 matrix is decoded a quarter at a time: it is never there as a whole.
+With up to 16 rows of x a large matrix in blocks is decoded a quarter at a time: it is never there as a whole.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -25,23 +24,21 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from ..formats import FORMATS, nf4_values
+from ..formats import FORMATS, Format
 from ..parameters import Problem
 from .panel import scaled, weave_columns
 
 PLATFORMS = ("cuda", "rocm", "gpu")
 # Rows of x up to which sums are quicker than the matrix product that would be used (H200, 4096 x 14336).
-MOST_DOT = MappingProxyType({"nf4": 8, "int8": 1, "ternary": 2, "binary": 2})
+MOST_DOT, MOST_DOT_BLOCKED = MappingProxyType({"int8": 1, "ternary": 2, "binary": 2}), 8
 MOST_AXPY = 1
 # Up to here the product is as long as reading its operands: integers, converted on the way, are the shorter ones.
 MOST_INTEGERS = 256
-# Rows of x up to which no NF4 matrix of so many values is decoded as a whole, and the parts it then has.
+# Rows of x up to which no matrix in blocks of so many values is decoded as a whole, and the parts it then has.
 FEW, LARGE, PARTS = 16, 1 << 22, 4
-# A byte is decoded as so many halves of so many values.
-GROUPS = MappingProxyType({"int8": (1, 1), "nf4": (1, 2), "ternary": (1, 4), "binary": (2, 4)})
 # Rows of codes one thread adds up in the axpy form (measured on an H200: more or fewer are slower).
-FOLD = MappingProxyType({"nf4": 16, "int8": 16, "ternary": 16, "binary": 32})
-# Factors for x, for decoded values (or for the blocks of NF4) and for y, each None where there is none.
+FOLD, FOLD_BINARY = 16, 32
+# Factors for x, for decoded values (or for their blocks) and for y, each None where there is none.
 Factors = tuple[Any, Any, Any]
 
 
@@ -52,7 +49,8 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
     x = x.astype(wide) if before is None else x.astype(wide) * before
     if problem.is_empty:
         return jnp.zeros((problem.m, problem.rows if problem.form == "dot" else problem.cols), problem.out_dtype)
-    if problem.form == "dot" and problem.has_at_most(MOST_DOT[problem.fmt]):
+    few = MOST_DOT_BLOCKED if problem.format.blocked else MOST_DOT.get(problem.fmt, 1)
+    if problem.form == "dot" and problem.has_at_most(few):
         return rows_of_codes(x, codes, inside, after, fmt=problem.fmt).astype(problem.out_dtype)
     if problem.form == "axpy" and problem.has_at_most(MOST_AXPY) and folds(problem.rows, problem.fmt):
         y = columns_of_codes(x, codes, inside, fmt=problem.fmt, cols=problem.cols)
@@ -63,7 +61,7 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
 
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     large = problem.has_at_most(FEW) and problem.rows * problem.cols >= LARGE
-    if problem.fmt != "nf4" or not large:
+    if not problem.format.blocked or not large:
         return _decode_and_multiply(problem, x, codes, scale)
     edges = sorted({problem.rows * part // PARTS for part in range(PARTS + 1)})
     dot, ys = problem.form == "dot", []
@@ -81,56 +79,62 @@ def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale
     # Tied to x: matrices of later products are not decoded before their turn, so that one exists at a time.
     x, codes, scale = lax.optimization_barrier((x.astype(operand), codes, scale))
     if problem.form == "dot":
-        x = _ordered(x, math.prod(codes.shape[1:]), problem.fmt)
-    dense = _decoded(codes, scale, problem.fmt, _kept_as(problem, scale, operand), wide)
+        x = _ordered(x, problem.format.units_held(codes), problem.format)
+    dense = _decoded(codes, scale, problem.format, _kept_as(problem, scale, operand), wide)
     dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
     y = lax.dot_general(x, dense.astype(operand), dims, precision=problem.precision, preferred_element_type=wide)
-    return y if problem.form == "dot" else _natural(y, problem.fmt, problem.cols)
+    return y if problem.form == "dot" else _natural(y, problem.format, problem.cols)
 
 
 def _kept_as(problem: Problem, scale: Any, operand: Any) -> Any:
     """The type decoded values are kept in until they are multiplied."""
-    if problem.fmt == "nf4" or scale is not None or not problem.has_at_most(MOST_INTEGERS):
+    integers = problem.format.table is None and problem.format.bits_of is None
+    if not integers or scale is not None or not problem.has_at_most(MOST_INTEGERS):
         return operand
     # Triton reads four bits only along the contracted axis, and only on NVIDIA GPUs was that measured. With float32 and
     # the highest precision XLA 0.11 multiplies them wrongly where that axis is short.
-    packed = problem.fmt != "int8" and problem.form == "dot" and problem.platform != "rocm"
+    packed = problem.format.per_code > 1 and problem.form == "dot" and problem.platform != "rocm"
     return jnp.int4 if packed and operand.itemsize == 2 else jnp.int8
 
 
-def _decoded(codes: jax.Array, scale: Any, fmt: str, dtype: Any, wide: Any) -> jax.Array:
+def _groups(row: Format) -> tuple[int, int]:
+    """A unit is decoded as so many halves of so many values."""
+    return (2, 4) if row.bits == 1 else (1, row.per_code)
+
+
+def _decoded(codes: jax.Array, scale: Any, row: Format, dtype: Any, wide: Any) -> jax.Array:
     """D (rows, columns), its columns in the order of `_ordered`, padding included."""
-    if fmt == "int8":
+    if row.name == "int8":
         values = codes if scale is None else codes.astype(wide) * scale
         return values if dtype == codes.dtype else lax.optimization_barrier(values.astype(dtype))
-    halves, _ = GROUPS[fmt]
+    halves, _ = _groups(row)
     if halves > 1:
         shifts = 4 - 4 * lax.broadcasted_iota(jnp.uint8, (1, halves, 1), 1)
         codes = codes[:, None] >> shifts
     wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else wide
-    planes = plane_values(codes, fmt, wide, bits=8 // halves)
-    if fmt == "nf4":
+    planes = plane_values(codes, row, wide, bits=8 // halves)
+    if row.blocked:
         planes = [plane * scale[..., None] for plane in planes]
     # Of a concatenation of up to four operands XLA makes one kernel that reads the codes once.
     dense = jnp.concatenate([plane.astype(dtype).reshape(plane.shape[0], -1) for plane in planes], axis=1)
-    if fmt != "nf4" and scale is not None:
-        dense = (dense.astype(wide) * _ordered(scale, codes.shape[-1], fmt)).astype(dtype)
+    if not row.blocked and scale is not None:
+        dense = (dense.astype(wide) * _ordered(scale, codes.shape[-1], row)).astype(dtype)
     return lax.optimization_barrier(dense)
 
 
-def _ordered(x: jax.Array, positions: int, fmt: str) -> jax.Array:
-    """(M, C) -> (M, padded): first all first values of a byte, then all second ones, as decoding leaves them."""
-    if fmt == "int8":
-        return x
-    halves, fields = GROUPS[fmt]
+def _ordered(x: jax.Array, positions: int, row: Format) -> jax.Array:
+    """(M, C) -> (M, padded): first all first values of a unit, then all second ones, as decoding leaves them."""
+    halves, fields = _groups(row)
     x = jnp.pad(x, ((0, 0), (0, positions * halves * fields - x.shape[1])))
+    if row.per_code == 1:
+        return x
     ordered = x.reshape(-1, positions, halves, fields).transpose(0, 3, 2, 1).reshape(x.shape[0], -1)
     return lax.optimization_barrier(ordered)  # or XLA would put D in order instead, in another pass over it
 
 
-def _natural(y: jax.Array, fmt: str, cols: int) -> jax.Array:
+def _natural(y: jax.Array, row: Format, cols: int) -> jax.Array:
     """Inverse of `_ordered`."""
-    halves, fields = GROUPS[fmt]
+    halves, fields = _groups(row)
     return y.reshape(y.shape[0], fields, halves, -1).transpose(0, 3, 2, 1).reshape(y.shape[0], -1)[:, :cols]
 
 
@@ -143,54 +147,56 @@ def _natural(y: jax.Array, fmt: str, cols: int) -> jax.Array:
 #     axpy form:  y_i[b]  = sum_s (sum_u D_i[s, u, b] * x[s, u])    the inner sum written out, the outer one small
 
 
-def plane_values(codes: jax.Array, fmt: str, dtype: Any, *, bits: int = 8) -> list[jax.Array]:
-    """The planes of the lowest `bits` of codes, each of the shape of the codes, without scales."""
-    if fmt == "int8":
-        return [codes.astype(dtype)]
-    size = 8 // FORMATS[fmt].per_code
-    fields = [(codes >> np.uint8(shift)) & np.uint8(2**size - 1) for shift in range(bits - size, -1, -size)]
-    if fmt == "nf4":  # a table stays in the cache next to the cores, selects take twice as long
-        return [nf4_values(field, dtype) for field in fields]
-    if fmt == "ternary":
-        return [field.astype(jnp.int32).astype(dtype) - 1 for field in fields]
-    one = jnp.ones((), dtype)
-    return [jnp.where(field != 0, one, -one) for field in fields]
+def plane_values(codes: jax.Array, row: Format, dtype: Any, *, bits: int = 8) -> list[jax.Array]:
+    """The planes of the lowest `bits` of codes, each of the shape of the units of codes, without scales."""
+    fields = row.fields(codes, bits)
+    if row.name == "binary":
+        one = jnp.ones((), dtype)
+        return [jnp.where(field != 0, one, -one) for field in fields]
+    # A table stays in the cache next to the cores, selects take twice as long.
+    return [row.values(field, dtype) for field in fields]
 
 
 def rows_of_codes(x: jax.Array, codes: jax.Array, scale: Any, after: Any, *, fmt: str) -> jax.Array:
     """x @ D.T, (M, C) -> (M, R); `after` (R, 1) multiplies the sums (inside them, which saves a kernel)."""
-    m, count = x.shape[0], FORMATS[fmt].per_code
-    positions = codes.shape[1:]
+    row = FORMATS[fmt]
+    m, count = x.shape[0], row.per_code
+    positions = (*codes.shape[1:-1], codes.shape[-1] // row.unit)
     if m > 2:  # every value is read by all rows of codes: convert x once, not each time
         x = lax.optimization_barrier(x)
     padding = count * int(np.prod(positions)) - x.shape[1]
     parts = jnp.pad(x, ((0, 0), (0, padding))).reshape(m, *positions, count)
-    decoded = scaled(plane_values(codes, fmt, x.dtype), scale, codes)
+    decoded = scaled(plane_values(codes, row, x.dtype), scale, codes)
     after = None if after is None else after.reshape(-1, *[1] * len(positions))
 
-    def terms(row: int) -> jax.Array:
-        total = functools.reduce(operator.add, [value * parts[row, ..., i][None] for i, value in enumerate(decoded)])
+    def terms(of: int) -> jax.Array:
+        total = functools.reduce(operator.add, [value * parts[of, ..., i][None] for i, value in enumerate(decoded)])
         return total if after is None else total * after
 
-    return jnp.stack(_sums([terms(row) for row in range(m)], tuple(range(1, codes.ndim))))
+    return jnp.stack(_sums([terms(of) for of in range(m)], tuple(range(1, codes.ndim))))
 
 
 def folds(rows: int, fmt: str) -> bool:
     """Can the axpy form be computed by `columns_of_codes`?"""
-    return rows % FOLD[fmt] == 0
+    return rows % _fold(FORMATS[fmt]) == 0
+
+
+def _fold(row: Format) -> int:
+    return FOLD_BINARY if row.bits == 1 else FOLD
 
 
 def columns_of_codes(x: jax.Array, codes: jax.Array, scale: Any, *, fmt: str, cols: int) -> jax.Array:
     """x @ D for one row, (1, R) -> (1, C), in two steps: a part of the rows each, then the parts."""
-    fold = FOLD[fmt]
+    row = FORMATS[fmt]
+    fold = _fold(row)
     steps = codes.shape[0] // fold
     stored = codes.reshape(steps, fold, *codes.shape[1:])
     factors = x.reshape(steps, fold, *[1] * (codes.ndim - 1))
     scales = None if scale is None else scale.reshape(steps, fold, *scale.shape[1:])
-    totals: list[Any] = [0] * FORMATS[fmt].per_code
+    totals: list[Any] = [0] * row.per_code
     for u in range(fold):
         part = stored[:, u]
-        decoded = scaled(plane_values(part, fmt, x.dtype), None if scales is None else scales[:, u], part)
+        decoded = scaled(plane_values(part, row, x.dtype), None if scales is None else scales[:, u], part)
         totals = [total + value * factors[:, u] for total, value in zip(totals, decoded, strict=True)]
     # Without the barrier XLA would make one sum of it again, and store all products for it.
     parts = lax.optimization_barrier([total.reshape(steps, -1) for total in totals])

@@ -17,6 +17,7 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
+from ..formats import Format
 from . import panel
 
 # Positions summed side by side in the dot form, and the products one loop adds up for each: with fewer the result of a
@@ -24,11 +25,11 @@ from . import panel
 _LANES, _TERMS = 64, 64
 # Rows per step of the axpy form, and how many of them are added up while decoding.
 PANEL, _FOLD = 256, 8
-# Of `nf4_dot_form`: bytes added up in one loop body, and how many of them one after the other.
+# Of `nibble_dot_form`: bytes added up in one loop body, and how many of them one after the other.
 _LONGEST, _SHORTEST, _CHAIN = 32, 8, 8
 
 
-def dot_form(x: jax.Array, codes: jax.Array, planes: panel.Planes, *, parts: int, precision: Any) -> jax.Array:
+def dot_form(x: jax.Array, codes: jax.Array, planes: panel.Planes, *, row: Format, precision: Any) -> jax.Array:
     """x @ D.T for x (1, C) and codes (R, P), without storing decoded values.
 
         y[r] = sum_l ( sum_{u, i}  xs[i, u, l] * plane_i(codes[r, u, l]) )       position = u * lanes + l
@@ -36,7 +37,7 @@ def dot_form(x: jax.Array, codes: jax.Array, planes: panel.Planes, *, parts: int
     The inner sum is written out, so XLA makes one loop over (r, l) that reads bytes and keeps partial sums in vector
     registers. A decoded panel would write and read four bytes per value to use each of them once.
     """
-    rows, count = codes.shape
+    (rows, count), parts = codes.shape, row.per_code
     xs = lax.optimization_barrier(panel.split_columns(x, parts, count)[:, 0])
     whole, step = count - count % _LANES, _LANES * (_TERMS // parts)
     y = jnp.zeros((rows, 1), x.dtype)
@@ -52,30 +53,30 @@ def dot_form(x: jax.Array, codes: jax.Array, planes: panel.Planes, *, parts: int
     return y.T
 
 
-def nf4_piece(block: int) -> int:
-    """Bytes `nf4_dot_form` adds up at a time: a whole block, or an equal part of a long one."""
+def piece_of(block: int) -> int:
+    """Bytes `nibble_dot_form` adds up at a time: a whole block, or an equal part of a long one."""
     return next(length for length in range(_LONGEST, 0, -1) if block // 2 % length == 0)
 
 
-def fits_nf4(block: int | None) -> bool:
-    return block is not None and nf4_piece(block) >= _SHORTEST
+def fits_nibbles(row: Format, block: int | None) -> bool:
+    return row.in_nibbles and block is not None and piece_of(block) >= _SHORTEST
 
 
-def nf4_dot_form(x: jax.Array, codes: jax.Array, absmax: jax.Array) -> jax.Array:
+def nibble_dot_form(x: jax.Array, codes: jax.Array, scale: jax.Array, *, row: Format) -> jax.Array:
     """x @ D.T for x (1, C), without storing decoded values.
 
-        y[r] = sum_b absmax[r, b] * sum_p ( even[byte] * x[b, p, 0] + odd[byte] * x[b, p, 1] )     byte = codes[r, b, p]
+        y[r] = sum_b scale[r, b] * sum_p ( even[byte] * x[b, p, 0] + odd[byte] * x[b, p, 1] )     byte = codes[r, b, p]
 
     Two tables give the values of each of the 256 bytes. With a single row of x two loads are quicker than the thirty
-    selects of `nf4_lookup`; they are scalar code, so the sum over p is written out, in chains that run side by side.
+    selects of `nibble_lookup`; they are scalar code, so the sum over p is written out, in chains that run side by side.
     """
-    rows, count, length = codes.shape[0], panel.positions(codes), nf4_piece(2 * codes.shape[-1])
+    rows, count, length = codes.shape[0], row.units_held(codes), piece_of(2 * codes.shape[-1])
     codes = codes.reshape(rows, -1, length)
-    absmax = jnp.repeat(absmax.astype(x.dtype), codes.shape[1] // absmax.shape[1], axis=1)
-    xs = lax.optimization_barrier(jnp.pad(x[0], (0, 2 * count - x.shape[1]))).reshape(-1, length, len(panel.NF4_SHIFTS))
+    scale = jnp.repeat(scale.astype(x.dtype), codes.shape[1] // scale.shape[1], axis=1)
+    xs = lax.optimization_barrier(jnp.pad(x[0], (0, 2 * count - x.shape[1]))).reshape(-1, length, len(panel.NIBBLES))
     # The barrier keeps XLA from moving the selects that make the tables into the loop that reads them.
     tables = lax.optimization_barrier(
-        [panel.nf4_lookup(jnp.arange(256, dtype=jnp.uint8), s, x.dtype) for s in panel.NF4_SHIFTS]
+        [panel.nibble_lookup(jnp.arange(256, dtype=jnp.uint8), s, row.sixteen, x.dtype) for s in panel.NIBBLES]
     )
 
     def chain(places: range) -> jax.Array:
@@ -83,7 +84,7 @@ def nf4_dot_form(x: jax.Array, codes: jax.Array, absmax: jax.Array) -> jax.Array
         return functools.reduce(operator.add, terms)
 
     chains = [chain(range(first, min(first + _CHAIN, length))) for first in range(0, length, _CHAIN)]
-    return times_ones(lax.optimization_barrier(functools.reduce(operator.add, chains) * absmax), 1).T
+    return times_ones(lax.optimization_barrier(functools.reduce(operator.add, chains) * scale), 1).T
 
 
 def _pick(table: jax.Array, codes: jax.Array) -> jax.Array:
@@ -105,7 +106,7 @@ def times_ones(array: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(ones, array, (((1,), (0,)), ((), ())), precision="highest")[:1]
 
 
-def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, *, parts: int, cols: int) -> jax.Array:
+def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, *, row: Format, cols: int) -> jax.Array:
     """x @ D for x (1, R): rows far apart in the panel are added element by element, then what is left is summed."""
     rows, group = codes.shape[0], PANEL // _FOLD
 
@@ -113,7 +114,7 @@ def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, 
         x_panel = panel.take_rows(x[0], start, PANEL)
         if rows % PANEL:
             x_panel = jnp.where(jnp.arange(PANEL) >= repeated, x_panel, 0)
-        folded: list[Any] = [0] * parts
+        folded: list[Any] = [0] * row.per_code
         for i in range(_FOLD):
             first = start + i * group
             decoded = planes(panel.take_rows(codes, first, group), panel.take_rows(scale, first, group))
@@ -121,5 +122,5 @@ def axpy_form(x: jax.Array, codes: jax.Array, scale: Any, planes: panel.Planes, 
             folded = [total + w * factor for total, w in zip(folded, decoded, strict=True)]
         return [y + times_ones(lax.optimization_barrier(panel.flat(f)), 0) for y, f in zip(ys, folded, strict=True)]
 
-    zeros = zeros_like_in((1, panel.positions(codes)), x.dtype, x)
-    return panel.weave_columns(panel.for_panels(rows, PANEL, body, [zeros] * parts), cols)
+    zeros = zeros_like_in((1, row.units_held(codes)), x.dtype, x)
+    return panel.weave_columns(panel.for_panels(rows, PANEL, body, [zeros] * row.per_code), cols)

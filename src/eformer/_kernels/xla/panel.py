@@ -8,10 +8,8 @@ interleaved dense matrix never exists.
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,16 +18,16 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from ..formats import NF4_CODEBOOK
+from ..formats import FORMATS, Format
 from ..parameters import Problem
 
 # Decoded bytes one panel may take: much less than a dense matrix, enough to make the cost of a loop step small. XLA
 # rearranges x for every panel it is multiplied with: with many rows of x fewer, larger panels are quicker.
 _PANEL_BYTES, _PANEL_BYTES_MANY, _MANY = 8 << 20, 16 << 20, 64
 _SMALLEST, _LARGEST = 32, 4096
-NF4_SHIFTS = (4, 0)  # of the first and the second value in a byte
+NIBBLES = (4, 0)  # shifts of the first and the second value in a byte
 
-# (codes of a panel, scale of a panel or None) -> planes, each of the shape of the codes
+# (codes of a panel, scale of a panel or None) -> planes, each of the shape of the codes, or of the units of codes
 Planes = Callable[[jax.Array, Any], list[jax.Array]]
 
 
@@ -54,10 +52,6 @@ def weave_columns(ys: list[jax.Array], cols: int) -> jax.Array:
     return woven[:, :cols]
 
 
-def positions(codes: jax.Array) -> int:
-    return math.prod(codes.shape[1:])
-
-
 def take_rows(array: Any, start: Any, count: int, axis: int = 0) -> Any:
     return None if array is None else lax.dynamic_slice_in_dim(array, start, count, axis)
 
@@ -78,11 +72,11 @@ def for_panels(rows: int, panel: int, body: Callable[[Any, Any, Any], Any], init
 
 
 def dot_form(
-    x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, parts: int, panel: int, precision: Any
+    x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, row: Format, panel: int, precision: Any
 ) -> jax.Array:
     """x @ D.T, (M, C) -> (M, R)."""
     rows = codes.shape[0]
-    xs = split_columns(x, parts, positions(codes))
+    xs = split_columns(x, row.per_code, row.units_held(codes))
 
     def product(panel_codes: jax.Array, panel_scale: Any) -> jax.Array:
         return dot_panel(planes(panel_codes, panel_scale), xs, precision)
@@ -112,7 +106,7 @@ def flat(plane: jax.Array) -> jax.Array:
 
 
 def axpy_form(
-    x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, parts: int, cols: int, panel: int, precision: Any
+    x: jax.Array, codes: jax.Array, scale: Any, planes: Planes, *, row: Format, cols: int, panel: int, precision: Any
 ) -> jax.Array:
     """x @ D, (M, R) -> (M, C): add up the products of row panels."""
     rows = codes.shape[0]
@@ -134,52 +128,38 @@ def axpy_form(
         part = product(x_panel, take_rows(codes, start, panel), take_rows(scale, start, panel))
         return [y + p for y, p in zip(ys, part, strict=True)]
 
-    zeros = zeros_like_in((x.shape[0], positions(codes)), x.dtype, x)
-    ys = for_panels(rows, panel, body, [zeros] * parts)
+    zeros = zeros_like_in((x.shape[0], row.units_held(codes)), x.dtype, x)
+    ys = for_panels(rows, panel, body, [zeros] * row.per_code)
     return weave_columns(ys, cols)
 
 
-# -- the values of a panel of bytes, plane by plane: plane i holds value i of every byte -------------------------------
+# -- the values of a panel of bytes, plane by plane: plane i holds value i of every unit -------------------------------
 
 
-def nf4_lookup(codes: jax.Array, shift: int, dtype: Any) -> jax.Array:
-    """Codebook values of the four bits above `shift`.
+def nibble_lookup(codes: jax.Array, shift: int, table: Any, dtype: Any) -> jax.Array:
+    """Entries of a table of 16 for the four bits above `shift`.
 
     Four levels of selects: XLA vectorizes them, while an indexed load per value becomes scalar code.
     """
-    values: list[jax.Array] = [jnp.asarray(value, dtype) for value in NF4_CODEBOOK]
+    values: list[jax.Array] = [jnp.asarray(value, dtype) for value in table]
     for bit in range(4):
         is_set = (codes & jnp.uint8(1 << (bit + shift))) != 0
         values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
-def _nf4(codes: jax.Array, dtype: Any) -> list[jax.Array]:
-    return [nf4_lookup(codes, shift, dtype) for shift in NF4_SHIFTS]
-
-
-def _int8(codes: jax.Array, dtype: Any) -> list[jax.Array]:
-    return [codes.astype(dtype)]
-
-
-def _ternary(codes: jax.Array, dtype: Any) -> list[jax.Array]:
-    # By way of int8: the conversion of unsigned bytes is slower than that of signed ones.
-    return [((codes >> jnp.uint8(s)) & jnp.uint8(3)).astype(jnp.int8).astype(dtype) - 1 for s in (6, 4, 2, 0)]
-
-
-def _binary(codes: jax.Array, dtype: Any) -> list[jax.Array]:
-    one = jnp.ones((), dtype)
-    return [jnp.where((codes & jnp.uint8(1 << bit)) != 0, one, -one) for bit in range(7, -1, -1)]
-
-
-UNSCALED: Mapping[str, Callable[[jax.Array, Any], list[jax.Array]]] = MappingProxyType(
-    {"nf4": _nf4, "int8": _int8, "ternary": _ternary, "binary": _binary}
-)
+def unscaled(row: Format, codes: jax.Array, dtype: Any) -> list[jax.Array]:
+    if row.table is not None:
+        return [nibble_lookup(codes, shift, row.table, dtype) for shift in NIBBLES]
+    if row.name == "binary":
+        one = jnp.ones((), dtype)
+        return [jnp.where((codes & jnp.uint8(1 << bit)) != 0, one, -one) for bit in range(7, -1, -1)]
+    return [row.values(field, dtype) for field in row.fields(codes)]
 
 
 def planes(fmt: str, codes: jax.Array, scale: Any, dtype: Any) -> list[jax.Array]:
     """Each of the shape of the codes; scale None stands for 1."""
-    return scaled(UNSCALED[fmt](codes, dtype), scale, codes)
+    return scaled(unscaled(FORMATS[fmt], codes, dtype), scale, codes)
 
 
 def scaled(values: list[jax.Array], scale: Any, codes: jax.Array) -> list[jax.Array]:
