@@ -101,7 +101,7 @@ def _in_blocks(
 ) -> Case:
     blocks, known = math.ceil(cols / block), _values_of_codes(fmt)
     numbers = rng.choice(np.flatnonzero(np.isfinite(known)), (*batch, rows, blocks * block))
-    numbers[..., cols:] = np.abs(known).argmin()  # padding decodes to zero
+    numbers[..., cols:] = np.nanargmin(np.abs(known))  # padding decodes to zero
     absmax = rng.uniform(0.5, 2.0, (*batch, rows, blocks)).astype(dtype)
     dense = (known[numbers] * np.repeat(absmax.astype(np.float64), block, axis=-1))[..., :cols]
     bits = len(known).bit_length() - 1
@@ -109,8 +109,8 @@ def _in_blocks(
         codes = (numbers - 128).astype(np.int8)
     else:
         each = np.unpackbits(numbers.astype(np.uint8)[..., None], axis=-1)[..., 8 - bits :]
-        codes = np.packbits(each.reshape(*numbers.shape[:-1], -1), axis=-1)
-    return Case(fmt, cols, codes.reshape(*batch, rows, blocks, -1), absmax, dense)
+        codes = np.packbits(each.reshape(*numbers.shape[:-1], bits * numbers.shape[-1]), axis=-1)
+    return Case(fmt, cols, codes.reshape(*batch, rows, blocks, block * bits // 8), absmax, dense)
 
 
 def _packed(rng: np.random.Generator, fmt: str, rows: int, cols: int, batch: tuple[int, ...]) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from jax import lax
 
 from eformer._jax.avals import result_type
 
+from ..formats import FORMATS
 from ._matmul import stored
 from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nibble_planes, pl, words
 from .tuning import TILE_LANES, TILE_ROWS, planes_of, units_of
@@ -30,7 +31,7 @@ def qgather(
     permute: bool | None = None,
 ) -> jax.Array:
     """Decoded rows for indices (n,) inside the table. Scales other than those of blocks are left to XLA."""
-    fmt, planes, blocked = problem.fmt, planes_of(problem.fmt), problem.format.blocked
+    fmt, planes, blocked = problem.fmt, planes_of(problem.fmt), FORMATS[problem.fmt].blocked
     operands = [stored(fmt, codes[None])[0]]
     if blocked:
         assert scale is not None
@@ -85,7 +86,7 @@ def _specs(problem: Any, size: int) -> list[pl.BlockSpec]:
 def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> None:
     out = rest[-1]
     number = numbers[pl.program_id(0)]
-    if not problem.format.blocked:
+    if not FORMATS[problem.fmt].blocked:
         row = lax.broadcasted_iota(jnp.int32, codes.shape, 0) == lax.rem(number, TILE_ROWS)
         for i, plane in enumerate(byte_planes(codes[...], problem.fmt)):
             out[i : i + 1, :] = jnp.where(row, plane, 0.0).sum(0, keepdims=True)
@@ -94,7 +95,7 @@ def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> 
     # precision it is exact. Lanes after the end of the table, and scales after the last block, may be NaN.
     scale = rest[0][...]
     lane = lax.broadcasted_iota(jnp.int32, scale.shape, 1) == lax.rem(number, TILE_LANES)
-    planes = nibble_planes(problem.format, words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)
+    planes = nibble_planes(FORMATS[problem.fmt], words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)
     ones = jnp.ones((8, scale.shape[1]), jnp.float32)
     for i, plane in enumerate(planes):
         dims = (((1,), (1,)), ((), ()))
@@ -103,6 +104,6 @@ def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> 
 
 
 def _cost(problem: Any, count: int, units: int) -> pl.CostEstimate:
-    per_row = 4 * units * TILE_LANES if problem.format.blocked else units * TILE_ROWS
+    per_row = 4 * units * TILE_LANES if FORMATS[problem.fmt].blocked else units * TILE_ROWS
     values = units * planes_of(problem.fmt)
     return pl.CostEstimate(flops=2 * count * values, transcendentals=0, bytes_accessed=count * (per_row + 4 * values))

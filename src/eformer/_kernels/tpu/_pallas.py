@@ -2,10 +2,10 @@
 
 A block of codes comes apart into planes: plane i holds every n-th column starting at i.
 
-4-bit codes in blocks arrive transposed, (bytes, rows of D): that is how XLA keeps them on a TPU. Four bytes of a row of D make a word of
-eight values, and the eight rows of words in a register share one scale, so the scale is multiplied into the table and
-not into every value. The 16 entries of the table fill two registers, one entry per sublane: three bits of a code
-permute sublanes, the fourth selects the register.
+4-bit codes in blocks arrive transposed, (bytes, rows of D): that is how XLA keeps them on a TPU. Four bytes of a row of
+D make a word of eight values, and the eight rows of words in a register share one scale, so the scale is multiplied
+into the table and not into every value. The 16 entries of the table fill two registers, one entry per sublane: three
+bits of a code permute sublanes, the fourth selects the register.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Geometry:
 
     @property
     def scales_in_tiles(self) -> bool:
-        """Of blocks: are the scales cut like the codes? Otherwise a block holds all of them and the kernel takes its rows."""
+        """Are scales of blocks cut like the codes? Otherwise a step has all of them, and the kernel takes its rows."""
         return self.unit_steps == 1 or self.scale_rows % 8 == 0
 
 
@@ -145,6 +145,6 @@ def padded(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def lookup_pays(fmt: str, rows: int, count: int) -> bool:
-    """XLA keeps the rows of blocks along lanes and turns the whole table around to gather from it; one tile per row asked
+    """XLA keeps rows in blocks along lanes and turns the whole table around to gather from it; one tile per row asked
     for is less as long as there are few of them. The rows of the other formats XLA gathers in place."""
     return FORMATS[fmt].blocked and count <= rows // (TILE_LANES // 2)
