@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray
 from eformer._core.fields import layout
+from eformer._kernels.formats import FORMATS
 
 from . import arguments as _arguments
 from . import sharding as _sharding
@@ -27,12 +28,16 @@ Sharding = NamedSharding | PartitionSpec | None
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds."""
+    """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds.
+
+    A factor is multiplied into the scale, and into whatever `is_offset`: what is added to the values.
+    """
 
     field: str
     tail: int = 0
     unit: int = 1
     is_scale: bool = False
+    is_offset: bool = False
 
 
 class QuantizedArray(ImplicitArray, frozen=True):
@@ -55,10 +60,16 @@ class QuantizedArray(ImplicitArray, frozen=True):
     sharding: Any = None
     use_kernel: bool = True
     kernel_block: int | None = None
+    kernel_offset: Any = None  # what is added to the values of every block, laid out as the scale, where something is
     # Does every block bring its own scale, so that blocks of different arrays may follow each other?
     blocks_carry_scales: ClassVar[bool] = False
     compiles_products: ClassVar[bool] = True
     _remembers: ClassVar[Any] = (False, True)
+
+    @property
+    def kernel_format(self) -> str | None:
+        """The row of the table of kernel formats that codes and scale follow; None for a format that is not there."""
+        return self.format if self.format in FORMATS else None
 
     @property
     def blocked(self) -> Any:

@@ -20,10 +20,10 @@ from eformer._core.materialization import decode
 from eformer._core.trace import switches
 from eformer._jax import avals
 from eformer._kernels import qmatmul, qragged_dot
-from eformer._kernels.formats import FORMATS
 from eformer._kernels.select import switches as kernel_switches
 from eformer._record import record
 
+from . import offsets as _offsets
 from . import shapes as _shapes
 from .base import QuantizedArray
 from .gradients import product
@@ -83,7 +83,7 @@ def _dot_general(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str
         out = None if aval is None else aval.dtype
     if out is None or not jnp.issubdtype(out, jnp.inexact):
         return NotImplemented
-    if q.format not in FORMATS and (q.is_sharded or 0 in q.shape):  # panels would be taken from all devices
+    if q.kernel_format is None and (q.is_sharded or 0 in q.shape):  # panels would be taken from all devices
         return NotImplemented
     plan = Plan(x, q, params["dimension_numbers"], q_first)
     if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
@@ -167,14 +167,21 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
 
 
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
-    if matrix.format not in FORMATS:  # a user's own, which the kernels cannot read
+    if matrix.kernel_format is None:  # a user's own, which the kernels cannot read
         options.pop("out_sharding", None)
         return _in_panels(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()
-    return qmatmul(
-        x, codes, scale, fmt=matrix.format, form=form, cols=matrix.shape[-1], block=matrix.kernel_block,
-        preference="auto" if matrix.use_kernel else "xla", **options,
-    )  # fmt: skip
+
+    def product(out: Any) -> jax.Array:
+        return qmatmul(
+            x, codes, scale, fmt=matrix.kernel_format, form=form, cols=matrix.shape[-1], block=matrix.kernel_block,
+            preference="auto" if matrix.use_kernel else "xla", **{**options, "out_dtype": out},
+        )  # fmt: skip
+
+    offset = matrix.kernel_offset
+    return (
+        product(options["out_dtype"]) if offset is None else _offsets.added(matrix, x, offset, form, options, product)
+    )
 
 
 def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
@@ -239,7 +246,7 @@ def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any
         and params.get("group_offset") is None
         and (q.blocked is None or _shapes.blocked_axis(q) != 0)
     )
-    if not plain or q.format not in FORMATS or 0 in q.shape or 0 in x.shape:
+    if not plain or q.kernel_format is None or 0 in q.shape or 0 in x.shape:
         return NotImplemented
     contracted = qc[0]
     if q.blocked is None:
@@ -250,11 +257,15 @@ def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any
         order = [0, kept, contracted] if form == "dot" else [0, contracted, kept]
         q = q if order == [0, 1, 2] else _shapes.transpose(q, permutation=order)
     codes, scale = q.kernel_operands()
-    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
-    return qragged_dot(
-        x, codes, scale, group_sizes, fmt=q.format, form=form, cols=q.shape[-1], block=q.kernel_block,
-        out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
-    )  # fmt: skip
+
+    def product(out: Any) -> jax.Array:
+        return qragged_dot(
+            x, codes, scale, group_sizes, fmt=q.kernel_format, form=form, cols=q.shape[-1], block=q.kernel_block,
+            out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
+        )  # fmt: skip
+
+    out, offset = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype), q.kernel_offset
+    return product(out) if offset is None else _offsets.added_to_groups(q, x, offset, group_sizes, form, out, product)
 
 
 # -- formats that the kernels do not know ------------------------------------------------------------------------------

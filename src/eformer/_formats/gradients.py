@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eformer._core import ImplicitArray
@@ -89,29 +90,33 @@ def product(fast: Callable[..., Any], dense: Callable[..., Any], x: Any, q: Any,
     """
     if not q.carries_factor:
         return fast(x, q, *rest)
-    field = q.scale_part.field
-    stored = {p.field: getattr(q, p.field) for p in q.parts if p.field != field}
+    linear = [p.field for p in q.parts if p.is_scale or (p.is_offset and q.part(p) is not None)]
+    stored = {p.field: getattr(q, p.field) for p in q.parts if p.field not in linear}
 
     # Everything traced is an argument: what a rule closes over may belong to a trace that is gone when it runs.
     @jax.custom_jvp
-    def run(x: Any, scale: Any, stored: Any, rest: Any) -> Any:
-        out = fast(x, q.replaced(**stored, **{field: scale}), *rest)
+    def run(x: Any, factored: Any, stored: Any, rest: Any) -> Any:
+        out = fast(x, q.replaced(**stored, **factored), *rest)
         if out is NotImplemented:
             raise _Declined
         return out
 
     def rule(primals: Any, tangents: Any) -> Any:
-        x, scale, stored, rest = primals
+        x, factored, stored, rest = primals
         terms = []
         if not jaxprs.is_symbolic_zero(tangents[0]):
-            terms.append(run(tangents[0], scale, stored, rest))
-        if not jaxprs.is_symbolic_zero(tangents[1]):
-            terms.append(dense(x, q.with_factor(tangents[1], **stored), *rest))
+            terms.append(run(tangents[0], factored, stored, rest))
+        if not all(map(jaxprs.is_symbolic_zero, tangents[1].values())):
+            changes = {
+                name: jnp.zeros_like(factored[name]) if jaxprs.is_symbolic_zero(tangent) else tangent
+                for name, tangent in tangents[1].items()
+            }
+            terms.append(dense(x, q.with_factor(changes.pop(q.scale_part.field), **changes, **stored), *rest))
         y = run(*primals)
         return y, sum(terms[1:], terms[0]) if terms else jaxprs.symbolic_zero(jax.typeof(y))
 
     run.defjvp(rule, symbolic_zeros=True)
     try:
-        return run(x, q.part(q.scale_part), stored, rest)
+        return run(x, {p.field: q.part(p) for p in q.parts if p.field in linear}, stored, rest)
     except _Declined:
         return NotImplemented

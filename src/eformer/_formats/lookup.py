@@ -18,7 +18,6 @@ from jax import lax
 from eformer._core import register
 from eformer._core.materialization import decode, notice_lookup
 from eformer._kernels import qgather
-from eformer._kernels.formats import FORMATS
 
 from . import shapes as _shapes
 from .base import Part, QuantizedArray
@@ -107,7 +106,8 @@ def _taken(q: Any, starts: Starts, sizes: Sequence[int]) -> tuple[list[int], Any
 
 def _rows(q: Any, axis: int, starts: Starts) -> jax.Array | None:
     """Vectors along `axis`, one for every index, (index axes..., size), by a kernel; None where it cannot read them."""
-    if q.format not in FORMATS or q.carries_factor or axis != (q.ndim - 1 if q.blocked is None else blocked_axis(q)):
+    last = q.ndim - 1 if q.blocked is None else blocked_axis(q)
+    if q.kernel_format is None or q.kernel_offset is not None or q.carries_factor or axis != last:
         return None
     codes, scale = q.kernel_operands()
     lead = [q.shape[a] for a in range(q.ndim) if a != axis]
@@ -121,7 +121,7 @@ def _rows(q: Any, axis: int, starts: Starts) -> jax.Array | None:
             index = index * size + starts[a]
     notice_lookup(q, (*index.shape, q.shape[axis]))
     return qgather(
-        codes, scale, index, fmt=q.format, cols=q.shape[axis], block=q.kernel_block, dtype=q.dtype,
+        codes, scale, index, fmt=q.kernel_format, cols=q.shape[axis], block=q.kernel_block, dtype=q.dtype,
         preference="auto" if q.use_kernel else "xla", in_bounds=True,
     )  # fmt: skip
 

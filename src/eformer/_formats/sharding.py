@@ -191,8 +191,9 @@ def _check_blocked(q: Any, axis: int, devices: int) -> None:
     unit = max(p.unit for p in q.parts)
     if q.pad or size % (unit * devices):
         share = size // devices if size % devices == 0 else 0
-        fits = [b for b in range(unit, 1, -1) if share and share % b == 0 and b % 2 == 0]
-        hint = f"a block size of {fits[0]} fits" if fits and q.format == "nf4" else f"split another axis than {axis}"
+        step = getattr(q, "block_step", 0)
+        fits = [b for b in range(unit, 1, -1) if share and step and share % b == 0 and b % step == 0]
+        hint = f"a block size of {fits[0]} fits" if fits else f"split another axis than {axis}"
         raise ShardingError(
             f"splitting axis {axis} of {q!r} over {devices} devices would cut a block of {unit} values in two; {hint}."
         )

@@ -254,6 +254,24 @@ def unpack(codes: jax.Array, fmt: str) -> jax.Array:
     return parts.reshape(*parts.shape[:-2], parts.shape[-2] * row.per_code)
 
 
+def pack(codes: jax.Array, fmt: str) -> jax.Array:
+    """Inverse of `unpack`, of codes in bytes; the last axis holds whole units."""
+    row = FORMATS[fmt]
+    if row.per_code == 1:
+        return codes
+    codes = codes.astype(jnp.uint8)
+    values = [codes[..., i :: row.per_code] for i in range(row.per_code)]
+    packed = []
+    for byte in range(row.unit):
+        total = jnp.zeros_like(values[0])
+        for i, value in enumerate(values):
+            shift = 8 * (byte + 1) - row.bits * (i + 1)  # left, from the low end of this byte
+            if -row.bits < shift < 8:
+                total = total | (value << np.uint8(shift) if shift >= 0 else value >> np.uint8(-shift))
+        packed.append(total)
+    return jnp.stack(packed, axis=-1).reshape(*codes.shape[:-1], packed[0].shape[-1] * row.unit)
+
+
 def decode(codes: jax.Array, scale: jax.Array | None, *, fmt: str, cols: int, dtype: Any = jnp.float32) -> jax.Array:
     """The dense matrix D (..., R, cols) that codes and scale stand for."""
     row = FORMATS[fmt]

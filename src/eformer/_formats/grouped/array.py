@@ -42,7 +42,7 @@ class GroupedArray(QuantizedArray):
     parts: ClassVar[tuple[Part, ...]] = (
         Part("codes", 2, GROUP),
         Part("scale", 1, GROUP, is_scale=True),
-        Part("offset", 1, GROUP),
+        Part("offset", 1, GROUP, is_offset=True),
     )
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ class ArrayNF4(QuantizedArray):
 
     format: ClassVar[str] = "nf4"
     blocks_carry_scales: ClassVar[bool] = True
+    block_step: ClassVar[int] = 2  # what a block size is a multiple of
 
     def __post_init__(self) -> None:
         _arguments.check_fields(self, "packed")
