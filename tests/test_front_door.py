@@ -24,6 +24,7 @@ PROMISED = re.findall(
     r"\w+",
     """
     quantize quantize_tree dequantize_tree report straight_through QuantizationConfig QuantizationType ArrayNF4 Array8B
+    ArrayInt
     Array1B ImplicitArray QuantizedArray Part aux_field register implicit ste explain materialize
     materialization_policy LoraArray add_lora merge_lora split_trainable merge lora_mask fake_quantize_tree quant_delay
     save load open_lazy load_gguf quantize_file inspect kernels errors

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from eformer.jaximus import ImplicitArray
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
+from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4
 
 # No multiple of a block, of 8 or of 4, so every format pads its storage in both orientations.
 K, N = 70, 26
@@ -43,6 +43,21 @@ def _nf4(name: str, block: int, axis: int, **options: Any) -> Format:
     return Format(name, make, ArrayNF4, axis, (axis,))
 
 
+def _integer(name: str, bits: int, axis: int, block: int | None = 32, **options: Any) -> Format:
+    make = lambda w: ArrayInt.quantize(w, bits, block, axis=_at(axis, w), **options)  # noqa: E731
+    return Format(name, make, ArrayInt, axis, (axis,))
+
+
+def _biased(name: str, bits: int, axis: int) -> Format:
+    """The values of a quantized array, its zero points as biases."""
+
+    def make(w: Any) -> ArrayInt:
+        q = ArrayInt.quantize(w, bits, 32, axis=_at(axis, w), symmetric=False)
+        return q.replaced(zero=None, bias=-q.zero.astype(jnp.float32) * q.scale)
+
+    return Format(name, make, ArrayInt, axis, (axis,))
+
+
 def _int8(name: str, *axes: int) -> Format:
     make = lambda w: Array8B.quantize(w, axis=tuple({_at(a, w): None for a in axes}))  # noqa: E731
     return Format(name, make, Array8B, None, axes)
@@ -65,6 +80,17 @@ FORMATS = {
         _nf4("nf4-32-last", 32, -1),
         _nf4("nf4-double", 32, -2, double_quant=True),
         _nf4("nf4-double-last", 16, -1, double_quant=True),
+        _integer("int4", 4, -2),
+        _integer("int4-zero", 4, -2, symmetric=False),
+        _integer("int4-zero-last", 4, -1, 16, symmetric=False),
+        _biased("int4-bias", 4, -2),
+        _integer("int4-rows-f16", 4, -2, None, scale_dtype=jnp.float16),
+        _integer("int2", 2, -2),
+        _integer("int3-zero", 3, -2, symmetric=False),
+        _integer("int5-last", 5, -1, 16),
+        _integer("int6-bf16", 6, -2, scale_dtype=jnp.bfloat16),
+        _integer("int8-blocks", 8, -2),
+        _integer("int8-blocks-zero", 8, -1, symmetric=False),
         _int8("int8", -1),
         _int8("int8-columns", -2),
         _int8("int8-matrix", -2, -1),
@@ -82,7 +108,7 @@ FORMATS = {
 # Programs here are compiled more often than run.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # One of each layout that behaves differently under transformations.
-FEW = ("nf4", "nf4-double-last", "int8", "int8-matrix", "ternary", "binary-last-tensor", "codes")
+FEW = ("nf4", "nf4-double-last", "int4", "int4-zero", "int8", "int8-matrix", "ternary", "binary-last-tensor", "codes")
 
 # Every format; the layouts that behave like one of FEW are left to `make test-all`.
 EVERY = [name if name in FEW else pytest.param(name, marks=pytest.mark.thorough) for name in FORMATS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import re
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from formats.contract import normal, seeded
 
+from eformer._quantize.config import FORMATS, config_of
 from eformer.jaximus import explain
 from eformer.ops.quantization import (
     Array1B,
     Array8B,
+    ArrayInt,
     ArrayNF4,
     QuantizationConfig,
     QuantizationType,
@@ -25,11 +28,15 @@ from eformer.ops.quantization import (
 
 W = normal(seeded("config"), 70, 12)
 KINDS = list(QuantizationType)
+# Formats of the same class as another one here are left to `make test-all`.
+_OFTEN = ("nf4", "int8", "ternary", "binary", "int4")
+EVERY = [kind if kind in _OFTEN else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
 
 
 def test_types() -> None:
-    assert [t.value for t in QuantizationType] == ["nf4", "int8", "ternary", "binary"]
-    assert [t.name for t in QuantizationType] == ["NF4", "INT8", "TERNARY", "BINARY"]
+    documented = ["nf4", "int8", "ternary", "binary"]
+    assert [t.value for t in QuantizationType][:4] == documented
+    assert [t.name for t in QuantizationType] == [t.value.upper() for t in QuantizationType]
     assert QuantizationType("nf4") == "nf4"
 
 
@@ -45,25 +52,27 @@ def test_config_defaults_and_coercion() -> None:
 def test_config_is_frozen_and_checked() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantizationConfig().block_size = 32  # pyright: ignore[reportAttributeAccessIssue]
-    for field in ("simulate", "use_kernel", "scaled", "double_quant"):
+    for field in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric"):
         with pytest.raises(TypeError, match=field):
             QuantizationConfig(**{field: "yes"})
-    with pytest.raises(ValueError, match="Supported types: nf4, int8, ternary, binary"):
+    with pytest.raises(ValueError, match="Supported types: nf4, int8, ternary, binary, int2"):
         QuantizationConfig("nf5")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_through_json(kind: QuantizationType) -> None:
-    blocks = 32 if kind is QuantizationType.NF4 else 64
-    config = QuantizationConfig(kind, blocks, True, False)
+    takes = FORMATS[kind].options
+    blocks = {"block_size": 32} if "block_size" in takes and kind != "int8" else {}
+    config = QuantizationConfig(kind, simulate=True, use_kernel=False, **blocks)
     text = config.to_json()
     assert QuantizationConfig.from_json(text) == config
-    assert json.loads(text) == {"dtype": kind.value, "block_size": blocks, "simulate": True, "use_kernel": False}
-    option = {"double_quant": True} if kind is QuantizationType.NF4 else {"axis": (0, 1)}
+    block = blocks.get("block_size", None if kind == "int8" else 64)
+    assert json.loads(text) == {"dtype": kind.value, "block_size": block, "simulate": True, "use_kernel": False}
+    option = {"double_quant": True} if "double_quant" in takes else {"axis": (0, 1)}
     more = dataclasses.replace(config, **option)
     assert QuantizationConfig.from_json(more.to_json()) == more != config
     old = json.dumps({"dtype": kind.value, "block_size": 32, "simulate": False, "use_kernel": True})
-    assert QuantizationConfig.from_json(old) == QuantizationConfig(kind, blocks)
+    assert QuantizationConfig.from_json(old) == QuantizationConfig(kind, **blocks)
     for text in ('{"speed": 3}', "[1]", "null", '"nf4"'):
         with pytest.raises(TypeError, match=r"JSON object .*block_size.*" + re.escape(text)):
             QuantizationConfig.from_json(text)
@@ -79,12 +88,51 @@ def test_options_beside_a_configuration() -> None:
     for q in (quantize(W, config), quantize(W, config, axis=-1), quantize(W, QuantizationConfig(), axis=-1)):
         assert q.axis == -1
     assert type(quantize(W, QuantizationConfig(), double_quant=True).absmax) is type(quantize(W, config).absmax)
-    for kind in KINDS[1:]:
+    for kind in (kind for kind in KINDS if "block_size" not in FORMATS[kind].options):
         with pytest.raises(ValueError, match=f"block_size=32 has no meaning for '{kind}': it is an option of \"nf4\""):
             quantize(W, dtype=kind, block_size=32)
         assert QuantizationConfig(kind, 64).block_size == 64
     with pytest.raises(TypeError, match="axis='0' is of type str"):
         QuantizationConfig(axis="0")  # pyright: ignore[reportArgumentType]
+
+
+def test_int8_is_in_blocks_only_if_asked() -> None:
+    plain, blocks = QuantizationConfig("int8"), QuantizationConfig("int8", 64)
+    assert (plain.block_size, blocks.block_size) == (None, 64)
+    assert plain != blocks
+    assert type(quantize(W, plain)) is type(quantize(W, dtype="int8")) is Array8B
+    for q in (quantize(W, blocks), quantize(W, dtype="int8", block_size=64), quantize(W, dtype="int8", block_size=32)):
+        assert (type(q), q.format, q.bits) == (ArrayInt, "int8", 8)
+    assert q.block_size == 32
+    assert config_of(q) == QuantizationConfig("int8", 32, axis=-2)
+    assert config_of(quantize(W, plain)) == QuantizationConfig("int8", axis=(-1,))
+    for config in (
+        plain,
+        blocks,
+        dataclasses.replace(blocks, axis=-1),
+        QuantizationConfig("int8", 32, symmetric=False),
+    ):
+        assert QuantizationConfig.from_json(config.to_json()) == config
+        assert dataclasses.replace(config) == config == pickle.loads(pickle.dumps(config))
+    with pytest.raises(ValueError, match=r"symmetric=False .*give a block_size"):
+        quantize(W, dtype="int8", symmetric=False)
+
+
+def test_options_of_integers() -> None:
+    assert quantize(W, dtype="int4").zero is None
+    assert quantize(W, dtype="int4", symmetric=False).zero is not None
+    whole = quantize(W, dtype="int4", block_size=None)
+    assert whole.scale.shape == (12, 1)
+    with pytest.raises(ValueError, match="symmetric=False has no meaning for 'nf4'"):
+        quantize(W, symmetric=False)
+    for wrong in (0, 8, 20, -64, 1 << 21):
+        with pytest.raises(ValueError, match=f"block_size={wrong} is not allowed: integers .*multiple of 8"):
+            QuantizationConfig("int3", wrong)
+    for wrong in ("64", 64.0, True):
+        with pytest.raises(TypeError, match="block_size="):
+            QuantizationConfig("int4", wrong)
+    with pytest.raises(TypeError, match="block_size=None"):
+        QuantizationConfig("nf4", None)
 
 
 def test_every_field_does_something() -> None:
@@ -111,6 +159,7 @@ def test_every_field_does_something() -> None:
         ("int8", Array8B, "int8"),
         ("ternary", Array1B, "ternary"),
         ("binary", Array1B, "binary"),
+        *((f"int{bits}", ArrayInt, f"int{bits}") for bits in (2, 3, 4, 5, 6)),
     ],
 )
 def test_quantize(kind: str, cls: type, fmt: str) -> None:
@@ -149,7 +198,7 @@ def test_what_is_no_configuration() -> None:
 def test_options_a_format_would_ignore() -> None:
     for call in (quantize, straight_through, lambda w, **o: quantize(w, simulate=True, **o)):
         for kind in KINDS:
-            wrong = {"double_quant": True} if kind is not QuantizationType.NF4 else {"scaled": False}
+            wrong = {"double_quant": True} if "double_quant" not in FORMATS[kind].options else {"scaled": False}
             with pytest.raises(ValueError, match=f"no meaning for '{kind}'"):
                 call(W, dtype=kind, **wrong)
             for option in ({"scaled": "x"}, {"scaled": None}, {"double_quant": 1}):
@@ -182,7 +231,7 @@ def test_scales_are_least_squares() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_straight_through_forward_is_exact(kind: QuantizationType, dtype) -> None:
     w = W.astype(dtype)
     for options in ({}, {"axis": -1}):
@@ -197,7 +246,7 @@ def test_straight_through_forward_is_exact(kind: QuantizationType, dtype) -> Non
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_straight_through_gradient_is_the_identity(kind: QuantizationType) -> None:
     ct = normal(seeded("ct"), *W.shape)
     for f in (straight_through, lambda w, dtype: quantize(w, dtype=dtype, simulate=True)):
@@ -207,7 +256,7 @@ def test_straight_through_gradient_is_the_identity(kind: QuantizationType) -> No
     np.testing.assert_array_equal(tangent, ct)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_transformations_of_quantize(kind: QuantizationType) -> None:
     ws = normal(seeded(kind), 3, 70, 12)
     shape = jax.eval_shape(lambda w: quantize(w, dtype=kind), ws)

@@ -67,7 +67,7 @@ def test_choices():
     [
         ({"a": "nf5"}, ValueError, "Supported types: nf4"),
         ({"a": {"dtype": "nf4", "blocks": 3}}, ValueError, r"unknown options \['blocks'\]"),
-        ({"a": {"dtype": "int8", "block_size": 32}}, ValueError, "block_size=32 has no meaning for 'int8'"),
+        ({"a": {"dtype": "binary", "block_size": 32}}, ValueError, "block_size=32 has no meaning for 'binary'"),
         ({"a": {"dtype": "nf4", "scaled": False}}, ValueError, "scaled=False has no meaning for 'nf4'"),
         ({"a": 3}, TypeError, "a rule asks for 3 of type int"),
         ({"re:(": "nf4"}, ValueError, r"'re:\(' is not a regular expression"),

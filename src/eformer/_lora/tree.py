@@ -301,7 +301,7 @@ def _requantized(dense: jax.Array, q: LoraArray, role: Role, into: Choice, path:
     if wanted is None:
         return dense
     if wanted.axis is None:
-        wanted = dataclasses.replace(wanted, axis=role.axis(wanted.format.scales_many_axes))
+        wanted = dataclasses.replace(wanted, axis=role.axis(wanted.scales_many_axes))
     made = quantize_stack(dense, wanted, q.ndim - q.left - q.right)
     sharding = getattr(q.w, "sharding", None) if isinstance(q.w, ImplicitArray) else None
     return made if sharding is None else made.with_sharding(sharding)

@@ -13,6 +13,8 @@ import jax
 from eformer._core import ste
 from eformer._formats.arguments import as_index, check_block_size
 from eformer._formats.int8.array import Array8B
+from eformer._formats.integer import codec as integers
+from eformer._formats.integer.array import ArrayInt
 from eformer._formats.nf4.array import MAX_BLOCK, ArrayNF4, CompressedAbsmax
 from eformer._formats.onebit.array import Array1B
 from eformer._jax import traces
@@ -27,6 +29,18 @@ class QuantizationType(enum.StrEnum):
     INT8 = "int8"
     TERNARY = "ternary"
     BINARY = "binary"
+    INT2 = "int2"
+    INT3 = "int3"
+    INT4 = "int4"
+    INT5 = "int5"
+    INT6 = "int6"
+
+
+class _Default(int):
+    """A block size nobody asked for: only INT8 does something else with one that was given."""
+
+
+DEFAULT_BLOCK = _Default(64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +48,26 @@ class Format:
     """One format.
 
     Attributes:
-        array: the class of its arrays.
+        array: the class of its arrays, or several.
         encode: `encode(array, config)` quantizes; `config` has been checked.
         options: the fields of `QuantizationConfig` it honours, beyond those that every format honours.
         options_of: the values of these options that an array was made with.
         scales_many_axes: can one scale serve several axes?
         needs_whole_matrix: do the codes depend on all values of a matrix, and not only on those along one axis?
+        check_block: returns a block size that was given, or says what is wrong with it.
+        one_block: the block size that holds so many values in one block.
+        default_block: the block size unless one is given; None for a format that then has none.
     """
 
-    array: type
+    array: type | tuple[type, ...]
     encode: Callable[[jax.Array, Any], Any]
     options: tuple[str, ...] = ()
     options_of: Callable[[Any], dict[str, Any]] = lambda q: {}
     scales_many_axes: bool = False
     needs_whole_matrix: bool = False
+    check_block: Callable[[Any], int | None] = lambda size: check_block_size(size, MAX_BLOCK)
+    one_block: Callable[[int], int] = lambda size: size + size % 2
+    default_block: int | None = 64
 
 
 def _nf4(array: jax.Array, config: Any) -> ArrayNF4:
@@ -67,13 +87,43 @@ def _onebit_options(q: Array1B) -> dict[str, Any]:
     return {"scaled": q.scale is not None}
 
 
+def _integers(array: jax.Array, config: Any) -> ArrayInt:
+    bits = int(config.dtype.value.removeprefix("int"))
+    return ArrayInt.quantize(array, bits, config.block_size, symmetric=config.symmetric, axis=config.axis)
+
+
+def _int8(array: jax.Array, config: Any) -> Array8B | ArrayInt:
+    """In blocks if a block size is given."""
+    if config.block_size is not None:
+        return _integers(array, config)
+    if not config.symmetric:
+        raise ValueError("symmetric=False has a meaning for 'int8' in blocks only; give a block_size, such as 64.")
+    return Array8B.quantize(array, axis=config.axis)
+
+
+def _integer_options(q: Any) -> dict[str, Any]:
+    return {"block_size": q.block_size, "symmetric": q.symmetric} if isinstance(q, ArrayInt) else {}
+
+
+_BLOCKS_OF_INTEGERS: dict[str, Any] = {
+    "options": ("block_size", "symmetric"),
+    "options_of": _integer_options,
+    "check_block": lambda size: None if size is None else integers.check_block_size(size),
+    "one_block": integers.whole_rows,
+}
+
 FORMATS: dict[QuantizationType, Format] = {
     QuantizationType.NF4: Format(ArrayNF4, _nf4, ("block_size", "double_quant"), _nf4_options),
     QuantizationType.INT8: Format(
-        Array8B, lambda array, config: Array8B.quantize(array, axis=config.axis), scales_many_axes=True
+        (Array8B, ArrayInt), _int8, scales_many_axes=True, default_block=None, **_BLOCKS_OF_INTEGERS
     ),
     QuantizationType.TERNARY: Format(Array1B, _onebit, ("scaled",), _onebit_options, needs_whole_matrix=True),
     QuantizationType.BINARY: Format(Array1B, _onebit, ("scaled",), _onebit_options),
+    **{
+        QuantizationType(f"int{bits}"): Format(ArrayInt, _integers, **_BLOCKS_OF_INTEGERS)
+        for bits in integers.BITS
+        if bits != 8
+    },
 }
 
 
@@ -83,12 +133,14 @@ class QuantizationConfig:
 
     Attributes:
         dtype: the format.
-        block_size: values that share one absmax (NF4).
+        block_size: values that share one scale (NF4, integers). Left out it is 64, and INT8 has no blocks; None
+            is one scale per row of integers.
         simulate: give a dense array with quantized values and straight-through gradients, for training.
         use_kernel: let products use native kernels where there are any.
         axis: the axis values are packed or scaled along; None leaves it to the format or to the role of the leaf.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
+        symmetric: integers in blocks have a scale only; False adds a zero point.
 
     An option that the format cannot honour is refused unless it has its default value.
 
@@ -97,21 +149,23 @@ class QuantizationConfig:
     """
 
     dtype: QuantizationType | str = QuantizationType.NF4
-    block_size: int = 64
+    block_size: int | None = DEFAULT_BLOCK
     simulate: bool = False
     use_kernel: bool = True
     axis: Axis = dataclasses.field(default=None, kw_only=True)
     scaled: bool = dataclasses.field(default=True, kw_only=True)
     double_quant: bool = dataclasses.field(default=False, kw_only=True)
+    symmetric: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _known_type(self.dtype))
-        object.__setattr__(self, "block_size", check_block_size(self.block_size, MAX_BLOCK))
+        given = self.format.default_block if isinstance(self.block_size, _Default) else self.block_size
+        object.__setattr__(self, "block_size", self.format.check_block(given))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
-        for name in ("simulate", "use_kernel", "scaled", "double_quant"):
+        for name in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        for name in ("block_size", "scaled", "double_quant"):
+        for name in ("block_size", "scaled", "double_quant", "symmetric"):
             if name not in self.format.options and getattr(self, name) != _default(name):
                 takers = " and ".join(f'"{kind}"' for kind, row in FORMATS.items() if name in row.options)
                 raise ValueError(
@@ -124,11 +178,17 @@ class QuantizationConfig:
         """The row of the table of formats."""
         return FORMATS[QuantizationType(self.dtype)]
 
+    @property
+    def scales_many_axes(self) -> bool:
+        """Can one scale serve several axes?"""
+        return self.format.scales_many_axes and self.block_size is None
+
     def to_json(self) -> str:
         """The documented fields, and those of the others that have been changed."""
         fields = dataclasses.asdict(self)
         kept = {k: v for k, v in fields.items() if k in _DOCUMENTED or v != _default(k)}
-        return json.dumps(kept)
+        in_blocks = self.format.default_block is None and self.block_size is not None
+        return json.dumps({**kept, "symmetric": self.symmetric} if in_blocks else kept)
 
     @classmethod
     def from_json(cls, text: str) -> QuantizationConfig:
@@ -136,9 +196,10 @@ class QuantizationConfig:
         fields, allowed = json.loads(text), [f.name for f in dataclasses.fields(cls)]
         if not isinstance(fields, dict) or not set(fields) <= set(allowed):
             raise TypeError(f"a configuration is a JSON object with some of the fields {allowed}, got {text}.")
-        # Earlier versions wrote a block size for every format, whatever it was.
-        if "block_size" in fields and "block_size" not in FORMATS[_known_type(fields.get("dtype", "nf4"))].options:
-            fields["block_size"] = _default("block_size")
+        # Earlier versions wrote a block size for every format, whatever it was; they did not know `symmetric`.
+        row = FORMATS[_known_type(fields.get("dtype", "nf4"))]
+        if "block_size" not in row.options or (row.default_block is None and "symmetric" not in fields):
+            fields.pop("block_size", None)
         return cls(**fields)
 
 
@@ -167,12 +228,13 @@ def quantize(
     array: jax.Array,
     config: QuantizationConfig | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int = 64,
+    block_size: int | None = DEFAULT_BLOCK,
     simulate: bool = False,
     *,
     axis: Axis = None,
     scaled: bool = True,
     double_quant: bool = False,
+    symmetric: bool = True,
 ) -> Any:
     """Quantize a floating array to any format.
 
@@ -181,13 +243,15 @@ def quantize(
         config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
             they contradict it.
         dtype: the format, by default NF4.
-        block_size: values that share one absmax (NF4).
+        block_size: values that share one scale (NF4, integers). Left out it is 64, and INT8 has no blocks; None
+            is one scale per row of integers.
         simulate: give a dense array with quantized values and straight-through gradients instead.
         axis: the axis values are packed or scaled along; each format has its default.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
+        symmetric: integers in blocks have a scale only; False adds a zero point.
     """
-    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant}
+    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
     chosen = _chosen(config, dtype, block_size, simulate, options)
     return _simulated(array, chosen) if chosen.simulate else _encoded(array, chosen)
 
@@ -196,14 +260,15 @@ def straight_through(
     array: jax.Array,
     config: QuantizationConfig | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int = 64,
+    block_size: int | None = DEFAULT_BLOCK,
     *,
     axis: Axis = None,
     scaled: bool = True,
     double_quant: bool = False,
+    symmetric: bool = True,
 ) -> jax.Array:
     """`quantize(...).materialize()` whose gradient is that of `array` itself, for training with quantized weights."""
-    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant}
+    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
     return _simulated(array, _chosen(config, dtype, block_size, True, options))
 
 

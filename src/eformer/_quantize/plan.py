@@ -270,7 +270,7 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
     An axis that was asked for is not replaced.
     """
     asked = axis if wanted.axis is None else wanted.axis
-    axes = [role.axis(wanted.format.scales_many_axes) if asked is None else asked]
+    axes = [role.axis(wanted.scales_many_axes) if asked is None else asked]
     if asked is None:
         axes += sorted(range(-len(value.shape), 0), key=lambda i: -value.shape[i])
         if role.kind == "conv" and isinstance(axes[0], int) and value.shape[axes[0]] < 8:  # the colours of an image
@@ -287,9 +287,10 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
 def _in_one_block(config: QuantizationConfig, shape: Sequence[int]) -> QuantizationConfig:
     """The same values in less storage, where the axis is shorter than a block."""
     axis, ndim = config.axis, len(shape)
-    if "block_size" not in config.format.options or not isinstance(axis, int) or not -ndim <= axis < ndim:
+    block = config.block_size if "block_size" in config.format.options else None
+    if block is None or not isinstance(axis, int) or not -ndim <= axis < ndim:
         return config
-    return dataclasses.replace(config, block_size=min(config.block_size, shape[axis] + shape[axis] % 2))
+    return dataclasses.replace(config, block_size=min(block, config.format.one_block(shape[axis])))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,18 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from eformer._core import explain, implicit
-from eformer.ops.quantization import quantize
+from eformer.ops.quantization import QuantizationType, quantize
 
 from ._commands import OK, WrongUse, add_json, print_json, print_table
 
-FORMATS = ("nf4", "int8", "ternary", "binary")
+FORMATS = tuple(map(str, QuantizationType))
+_DEFAULT = "nf4,int4,int8,ternary,binary"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="2048x2048", metavar="KxN", help="of the matrix (default: 2048x2048)")
     parser.add_argument("--rows", default="1,16", metavar="M,M", help="rows of x (default: 1,16)")
-    parser.add_argument("--formats", default=",".join(FORMATS), help=f"which of {', '.join(FORMATS)} (default: all)")
+    parser.add_argument("--formats", default=_DEFAULT, help=f"which of {', '.join(FORMATS)} (default: {_DEFAULT})")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of x and of the dense matrix")
     parser.add_argument("--rounds", type=int, default=15, help="of interleaved runs; medians are shown (default: 15)")
     add_json(parser)

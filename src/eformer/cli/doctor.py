@@ -27,12 +27,14 @@ LIMIT, LIMIT_16_BITS = 2e-6, 5e-3
 
 
 def random_storage(fmt: str, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scale of a random matrix; any bytes are valid codes, except the ternary 3."""
+    """Codes and scale of a random matrix; any bytes are valid codes, except the ternary 3 and the NaNs of FP8."""
     rng, row = np.random.default_rng(seed), FORMATS[fmt]
     low, high = (-127, 128) if row.code_dtype == np.int8 else (0, 256)
     codes = rng.integers(low, high, row.stored_shape(rows, cols, BLOCK), dtype=row.code_dtype)
     if fmt == "ternary":
         codes &= ~((codes >> 1) & codes & 0x55)  # two bits that are both set lose the lower one: 3 becomes 2
+    if row.bits_of is not None:
+        codes &= 0xBF  # the highest bit of the exponent
     return codes, rng.uniform(0.5, 2, (rows, codes.shape[1] if row.blocked else 1)).astype(np.float32)
 
 

@@ -24,6 +24,7 @@ from .inspect import check_exists
 FORMATS: dict[str, Any] = {
     "f32": None,
     "int8": "int8",
+    "int4": "int4",
     "nf4": "nf4",
     "nf4 dq": {"dtype": "nf4", "double_quant": True},
     "ternary": "ternary",

@@ -30,11 +30,13 @@ def from_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.rules is not None:
         rules += _rules_file(options.rules)
     default: Any = _choice(options.format)
-    if options.double_quant or options.block_size is not None:
-        if default != "nf4":
-            raise WrongUse(f"--double-quant and --block-size are options of nf4, and --format is {options.format!r}.")
-        default = {"dtype": "nf4", "double_quant": options.double_quant}
-        default |= {} if options.block_size is None else {"block_size": options.block_size}
+    given = {"double_quant": True} if options.double_quant else {}
+    given |= {} if options.block_size is None else {"block_size": options.block_size}
+    given |= {"symmetric": False} if options.asymmetric else {}
+    if given:
+        if default is None:
+            raise WrongUse(f"{', '.join(given)}: an option of a format, and --format is {options.format!r}.")
+        default = {"dtype": default, **given}
     skip = tuple(name for name in options.skip.split(",") if name)
     return {"rules": rules, "default": default, "axis": options.axis, "min_size": options.min_size, "skip": skip}
 
@@ -93,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", default="nf4", help=f"for matrices no rule matches: {names}, or none (default: nf4)"
     )
     parser.add_argument("--double-quant", action="store_true", help="for --format nf4: quantize the scales too")
-    parser.add_argument("--block-size", type=int, help="for --format nf4: values that share a scale (default: 64)")
+    parser.add_argument("--block-size", type=int, help="for nf4 and integers: values that share a scale (default: 64)")
+    parser.add_argument("--asymmetric", action="store_true", help="for integers: a zero point for every block")
     parser.add_argument(
         "--rule",
         action="append",

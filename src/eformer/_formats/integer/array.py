@@ -208,8 +208,8 @@ class ArrayInt(QuantizedArray):
         moved, pad = jnp.moveaxis(codes, axis, -1), blocks * block_size - size
         if pad:
             nothing = _code_of_zero(bits, parts["zero"], bias)
-            filler = jnp.broadcast_to(nothing, (*moved.shape[:-1], 1)).astype(moved.dtype)
-            moved = jnp.concatenate([moved, *[filler] * pad], axis=-1)
+            filler = jnp.broadcast_to(nothing, (*moved.shape[:-1], pad)).astype(moved.dtype)
+            moved = jnp.concatenate([moved, filler], axis=-1)
         packed = codec.packed_codes(moved.reshape(*moved.shape[:-1], blocks, block_size), bits)
         return cls(packed, **parts, bits=bits, block_size=block_size, axis=axis, pad=pad, dtype=dtype)
 

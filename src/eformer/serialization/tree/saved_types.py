@@ -18,6 +18,7 @@ from eformer._core import ImplicitArray
 from eformer._core.fields import layout
 from eformer._formats.grouped.array import GroupedArray
 from eformer._formats.int8.array import Array8B
+from eformer._formats.integer.array import ArrayInt
 from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
 from eformer._formats.nf4.codec import GROUP
 from eformer._formats.onebit.array import Array1B
@@ -132,10 +133,11 @@ OPTIONAL = "floating or none"
 
 
 def _kind_fits(part: Any, kind: str) -> bool:
+    allowed = kind.split(" or ")
     if part is None:
-        return kind == OPTIONAL
+        return "none" in allowed
     dtype = np.dtype(getattr(part, "dtype", object))
-    return jnp.issubdtype(dtype, jnp.floating) if kind in (FLOATING, OPTIONAL) else dtype.name in kind.split(" or ")
+    return dtype.name in allowed or (FLOATING in allowed and bool(jnp.issubdtype(dtype, jnp.floating)))
 
 
 def strict(cls: type, kinds: Mapping[str, str], fields: Mapping[str, type]) -> Unpack:
@@ -186,6 +188,12 @@ _LORA = {"scale": float, "left": int, "right": int}
 TYPES: tuple[tuple[str, type, dict[str, str], dict[str, type]], ...] = (
     ("nf4", ArrayNF4, {"packed": "uint8", "absmax": FLOATING}, {"block_size": int, **_BLOCKED}),
     ("int8", Array8B, {"weight": "int8", "scale": FLOATING}, _INT8),
+    (
+        "int",
+        ArrayInt,
+        {"packed": "uint8 or int8", "scale": FLOATING, "zero": "uint8 or floating or none", "bias": OPTIONAL},
+        {"bits": int, "block_size": int, **_BLOCKED},
+    ),
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
     ("grouped", GroupedArray, _GROUPED, {"zero": int, **_BLOCKED}),
     ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
