@@ -84,7 +84,7 @@ FORMATS = {
         _integer("int4-zero", 4, -2, symmetric=False),
         _integer("int4-zero-last", 4, -1, 16, symmetric=False),
         _biased("int4-bias", 4, -2),
-        _integer("int4-rows-f16", 4, -2, None, scale_dtype=jnp.float16),
+        _integer("int4-f16", 4, -2, 64, scale_dtype=jnp.float16),
         _integer("int2", 2, -2),
         _integer("int3-zero", 3, -2, symmetric=False),
         _integer("int5-last", 5, -1, 16),

@@ -118,10 +118,12 @@ def test_ragged_dot(name: str, transposed: bool, axis: int) -> None:
 
 
 def _along(name: str, w: jax.Array, axis: int):
-    from eformer.ops.quantization import Array1B
+    from eformer.ops.quantization import Array1B, ArrayInt
 
     if name.startswith("nf4"):
         return ArrayNF4.quantize(w, 16, axis=axis, double_quant="double" in name)
+    if name.startswith("int4"):
+        return ArrayInt.quantize(w, 4, 16, axis=axis, symmetric="zero" not in name)
     if name == "codes":
         return Array1B.quantize(jnp.sign(w), axis=axis)
     return Array1B.from_float(w, name.split("-")[0], axis=axis)  # pyright: ignore[reportArgumentType]

@@ -119,11 +119,16 @@ class ArrayInt(QuantizedArray):
         return jnp.moveaxis(flat[..., : self.shape[self.blocked]], -1, self.blocked)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayInt:
-        """In f32, since the product of two f16 numbers is none."""
-        factor = factor.astype(jnp.float32)
-        bias = None if self.bias is None else self._frozen_bias().astype(jnp.float32) * factor
-        scale = {} if self.carries_factor else {"scale": self.scale.astype(jnp.float32)}
-        return super(ArrayInt, self.replaced(**scale, bias=bias)).scaled(factor, dtype, traced=traced)
+        """In f32, since the product of two f16 numbers is none; a change of sign is exact in any dtype."""
+        flips = isinstance(factor, np.ndarray) and bool(np.all(np.abs(factor) == 1))
+        held = {
+            name: array for name, array in (("scale", self.scale), ("bias", self._frozen_bias())) if array is not None
+        }
+        if not self.carries_factor and not flips:
+            held = {name: array.astype(jnp.float32) for name, array in held.items()}
+        if self.bias is not None:
+            held["bias"] = held["bias"] * factor.astype(held["bias"].dtype)
+        return super(ArrayInt, self.replaced(**held)).scaled(factor, dtype, traced=traced)
 
     @classmethod
     def quantize(
