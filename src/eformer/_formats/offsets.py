@@ -36,10 +36,11 @@ def added(q: Any, x: jax.Array, offset: jax.Array, form: str, options: Any, prod
         found = lax.dot_general(x, offset.astype(large), dims, precision="highest")
         return found if form == "dot" else spread(found, q.kernel_block, q.shape[-1])
 
+    add: Any = correction
     split = avals.explicit_sharding_of(y)
     if split is not None:
-        correction = jax.sharding.auto_axes(correction, out_sharding=split)
-    return (y + correction(x, offset)).astype(out)
+        add = jax.sharding.auto_axes(correction, out_sharding=split)
+    return (y + add(x, offset)).astype(out)
 
 
 def added_to_groups(

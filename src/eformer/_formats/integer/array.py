@@ -110,7 +110,7 @@ class ArrayInt(QuantizedArray):
             codes = word >> jnp.broadcast_to(16 - self.bits - first, word.shape) & (2**self.bits - 1)
         block = index // self.block_size
         numbers = (self.frozen_scale(), self.zero, self._frozen_bias())
-        return codec.values_of(codes, *(None if a is None else jnp.take(a, block, axis=-1) for a in numbers), self.bits)
+        return codec.values_of(self.bits, codes, *(None if a is None else jnp.take(a, block, axis=-1) for a in numbers))
 
     def codes(self) -> jax.Array:
         """The codes, 0 to `2**bits - 1`, unpacked to uint8 in the logical shape: what `from_codes` takes."""
@@ -159,7 +159,7 @@ class ArrayInt(QuantizedArray):
         block_size = codec.whole_rows(size) if block_size is None else codec.check_block_size(block_size)
         if not isinstance(symmetric, bool):
             raise TypeError(f"symmetric must be True or False, got {symmetric!r}.")
-        options = {"bits": codec.check_bits(bits), "block_size": block_size}
+        options: dict[str, Any] = {"bits": codec.check_bits(bits), "block_size": block_size}
         packed, scale, zero = codec.encode(
             array, axis=axis, symmetric=symmetric, scale_dtype=codec.check_scale_dtype(scale_dtype), **options
         )
@@ -209,7 +209,9 @@ class ArrayInt(QuantizedArray):
                     f"{name} has shape {list(np.shape(given))}; codes of shape {list(codes.shape)} in blocks of "
                     f"{block_size} along axis {axis} need {wanted}."
                 )
-        parts = {k: None if v is None else jnp.moveaxis(jnp.asarray(v), axis, -1) for k, v in numbers.items()}
+        parts: dict[str, Any] = {
+            k: None if v is None else jnp.moveaxis(jnp.asarray(v), axis, -1) for k, v in numbers.items()
+        }
         moved, pad = jnp.moveaxis(codes, axis, -1), blocks * block_size - size
         if pad:
             nothing = _code_of_zero(bits, parts["zero"], bias)
@@ -221,9 +223,9 @@ class ArrayInt(QuantizedArray):
 
 def _code_of_zero(bits: int, zero: Any, bias: Any) -> Any:
     """What storage is padded with: the code of 0 in the last block, where it has one."""
-    if zero is None and bias is None:
-        return 2 ** (bits - 1)
-    if bias is not None or jnp.issubdtype(zero.dtype, jnp.floating):
+    if zero is None:
+        return 2 ** (bits - 1) if bias is None else 0
+    if jnp.issubdtype(zero.dtype, jnp.floating):
         return 0
     return jnp.minimum(zero[..., -1:], 2**bits - 1)
 

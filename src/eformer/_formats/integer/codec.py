@@ -164,14 +164,13 @@ def decode(
     >>> decode(*stored, None, axis=-1, size=4, bits=4, dtype=jnp.float32)
     Array([ 0. ,  0.5, -1. ,  2. ], dtype=float32)
     """
-    values = values_of(
-        unpacked_codes(packed, bits), *(None if a is None else a[..., None] for a in (scale, zero, bias)), bits
-    )
+    numbers = (None if a is None else a[..., None] for a in (scale, zero, bias))
+    values = values_of(bits, unpacked_codes(packed, bits), *numbers)
     dense = values.astype(dtype).reshape(*packed.shape[:-2], values.shape[-2] * values.shape[-1])[..., :size]
     return jnp.moveaxis(dense, -1, axis)
 
 
-def values_of(codes: jax.Array, scale: jax.Array, zero: Any, bias: Any, bits: int) -> jax.Array:
+def values_of(bits: int, codes: jax.Array, scale: Any, zero: Any, bias: Any) -> jax.Array:
     """What codes stand for, in f32; scale, zero and bias broadcast against them."""
     scale, codes = scale.astype(jnp.float32), codes.astype(jnp.float32)
     if bias is None:
