@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from eformer._kernels.formats import FORMATS
 from eformer.cli import doctor, main
 
 
@@ -34,7 +35,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"python", "eformer", "jax", "jaxlib"} <= set(report["versions"])
     assert {"cpu", "tpu"} <= {kernels["backend"] for kernels in report["kernels"]}
     assert [(check["format"], check["form"]) for check in report["checks"]] == [
-        (fmt, form) for fmt in ("nf4", "int8", "ternary", "binary") for form in ("dot", "axpy")
+        (fmt, form) for fmt in FORMATS for form in ("dot", "axpy")
     ]
     assert all(0 < check["error"] <= check["limit"] for check in report["checks"])
 
