@@ -74,8 +74,8 @@ _NAMES = {
     ),
     "eformer.ops.quantization": (
         "Array1B Array8B ArrayInt ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora "
-        "dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize quantize_tree report "
-        "split_trainable straight_through"
+        "dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize quantize_tree "
+        "report split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
     "eformer.serialization": "inspect load load_gguf open_gguf open_lazy quantize_file quantize_folder save",
