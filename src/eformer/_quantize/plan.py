@@ -256,7 +256,9 @@ def _check_format(leaf: Leaf, wanted: QuantizationConfig) -> None:
     same = dataclasses.replace(wanted, axis=found.axis, use_kernel=found.use_kernel, simulate=False)
     if found not in (same, _in_one_block(same, leaf.value.shape)):
         names = [f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(same, f.name)]
-        asked, there = (", ".join(f"{n}={getattr(c, n)!s}" for n in names) for c in (wanted, found))
+        asked, there = (
+            ", ".join(f"{n}={getattr(c, n)!s}" for n in names if getattr(c, n) is not None) for c in (wanted, found)
+        )
         raise ValueError(
             f"{leaf.path!r} is quantized already, with {there}, and {asked} is asked for. Nothing is quantized twice: "
             f"call dequantize_tree first, or keep it with a rule, {{{leaf.path!r}: None}}."
@@ -287,10 +289,12 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
 def _in_one_block(config: QuantizationConfig, shape: Sequence[int]) -> QuantizationConfig:
     """The same values in less storage, where the axis is shorter than a block."""
     axis, ndim = config.axis, len(shape)
-    block = config.block_size if "block_size" in config.format.options else None
-    if block is None or not isinstance(axis, int) or not -ndim <= axis < ndim:
+    row, block = config.format, config.block_size
+    in_blocks = "block_size" in row.options and (block or row.default_block) is not None
+    if not in_blocks or not isinstance(axis, int) or not -ndim <= axis < ndim:
         return config
-    return dataclasses.replace(config, block_size=min(block, config.format.one_block(shape[axis])))
+    whole = row.one_block(shape[axis])
+    return dataclasses.replace(config, block_size=min(block or whole, whole))
 
 
 @functools.lru_cache(maxsize=4096)
