@@ -108,3 +108,109 @@ def unpack(packed: np.ndarray, *, axis: int, bits: int, size: int) -> np.ndarray
     values = fields - 1 if bits == 2 else 2 * fields - 1
     flat = values.reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
     return np.moveaxis(flat[..., :size], -1, axis).astype(np.int8)
+
+
+# -- small floats, written from their specifications ---------------------------------------------------------------------
+# OCP 8-bit floating point 1.0 (e4m3, e5m2), OCP Microscaling Formats 1.0 (e2m1, e8m0).
+
+
+def small_float(code: int, exponent_bits: int, mantissa_bits: int) -> float:
+    """What a code stands for, but for the special ones: sign, exponent with a bias, mantissa."""
+    mantissa = code % 2**mantissa_bits
+    exponent = code >> mantissa_bits & 2**exponent_bits - 1
+    sign = -1.0 if code >> (exponent_bits + mantissa_bits) & 1 else 1.0
+    bias = 2 ** (exponent_bits - 1) - 1
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+
+
+def element_table(element: str) -> np.ndarray:
+    """All values of an element, in f64, in code order."""
+    if element == "fp4":
+        return np.array([small_float(c, 2, 1) for c in range(16)])
+    if element == "iq4_nl":
+        return np.array([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+    if element == "fp8_e4m3":  # no infinity; S.1111.111 is NaN
+        return np.array([math.nan if c & 127 == 127 else small_float(c, 4, 3) for c in range(256)])
+    values = [small_float(c, 5, 2) for c in range(256)]
+    for sign in (0, 128):  # S.11111.00 is an infinity, the three above are NaN
+        values[124 + sign] = -math.inf if sign else math.inf
+        values[125 + sign : 128 + sign] = [math.nan] * 3
+    return np.array(values)
+
+
+def e8m0_table() -> np.ndarray:
+    return np.array([2.0 ** (c - 127) for c in range(255)] + [math.nan])
+
+
+def nearest_code(x: np.ndarray, element: str) -> np.ndarray:
+    """The nearest code, a tie to the even one, saturating; searched in the table. NaN gives 0."""
+    table = element_table(element)
+    finite = np.flatnonzero(np.isfinite(table[: table.size // 2]))
+    size, sign = np.abs(np.asarray(x, np.float64)), np.signbit(x)
+    distance = np.abs(size[..., None] - table[finite])
+    least = distance == distance.min(axis=-1, keepdims=True)
+    codes = np.argmax(2 * least - (finite % 2) * 0.5, axis=-1)  # of two nearest, the even one
+    return np.where(np.isnan(x), 0, codes + np.where(sign, table.size // 2, 0)).astype(np.uint8)
+
+
+def in_blocks(w: np.ndarray, axis: int, block: int) -> np.ndarray:
+    """f32 `(free axes..., blocks, block)`, padded with zeros."""
+    moved = np.moveaxis(np.asarray(w), axis, -1).astype(np.float32)
+    padded = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % block)])
+    return padded.reshape(*moved.shape[:-1], padded.shape[-1] // block, block)
+
+
+def mx_encode(w: np.ndarray, *, axis: int, element: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, one a value, and e8m0 scales of blocks of 32, by section 6.3 of the specification."""
+    emax = {"fp4": 2, "fp8_e4m3": 8, "fp8_e5m2": 15}[element]
+    blocks = in_blocks(w, axis, 32)
+    amax = np.max(np.abs(blocks), axis=-1)
+    broken = ~np.isfinite(amax)
+    with np.errstate(divide="ignore"):
+        exponent = np.floor(np.log2(np.where(broken, 1, amax).astype(np.float64))) - emax
+    exponent = np.clip(exponent, -127, 127)
+    scaled = np.where(broken[..., None], 0, blocks).astype(np.float64) / 2.0 ** exponent[..., None]
+    return nearest_code(scaled, element), np.where(broken, 255, exponent + 127).astype(np.uint8)
+
+
+def nvfp4_encode(w: np.ndarray, *, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, one a value, scales of blocks of 16 as e4m3 codes, and the scale of the whole array."""
+    blocks = in_blocks(w, axis, 16)
+    amax = np.max(np.abs(blocks), axis=-1)
+    finite = np.isfinite(amax)
+    whole = np.max(np.where(finite, amax, 0), initial=0) / np.float32(6 * 448)
+    whole = np.float32(max(whole, np.finfo(np.float32).tiny))
+    wanted = np.where(finite, amax, 0) / np.float32(6) / whole
+    scale = nearest_code(np.minimum(wanted, 448), "fp8_e4m3")
+    unit = element_table("fp8_e4m3")[scale].astype(np.float32) * whole
+    with np.errstate(invalid="ignore"):
+        scaled = np.where(unit[..., None] == 0, 0 * blocks, blocks / np.where(unit == 0, 1, unit)[..., None])
+    scaled = np.where(finite[..., None], scaled, 0)
+    return nearest_code(scaled, "fp4"), np.where(finite, scale, 127).astype(np.uint8), whole
+
+
+def fp8_encode(w: np.ndarray, amax: np.ndarray, *, element: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, one a value, and f32 scales for the largest magnitudes `amax` of what shares a scale."""
+    table = element_table(element)
+    values, largest = np.asarray(w).astype(np.float32), np.float32(np.nanmax(table[np.isfinite(table)]))
+    scale = np.asarray(amax, np.float32) / largest
+    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
+    codes = nearest_code(values / np.where(scale == 0, np.float32(1), scale), element)
+    special = np.where(np.isnan(values), 126, np.where(np.signbit(values), 252, 124))  # e4m3 has no infinity
+    special = np.where(element == "fp8_e4m3", 127, special)
+    return np.where(np.isfinite(values), codes, special).astype(np.uint8), scale
+
+
+def iq4_nl_encode(block: np.ndarray) -> tuple[np.ndarray, np.float16]:
+    """One block of 32: of 15 scales the one with the least squared error, each with its best codes."""
+    table, x = element_table("iq4_nl"), np.asarray(block, np.float64)
+    extreme = x[np.argmax(np.abs(x))]
+    best = (math.inf, 0.0)
+    for attempt in range(-7, 8):
+        codes = np.argmin(np.abs(x[:, None] * (attempt - 127) / extreme - table), axis=-1)
+        scale = x @ table[codes] / (table[codes] @ table[codes])
+        best = min(best, (float(np.sum((x - scale * table[codes]) ** 2)), scale))
+    scale = np.float16(best[1])
+    return np.argmin(np.abs(x[:, None] - table * np.float64(scale)), axis=-1).astype(np.uint8), scale
