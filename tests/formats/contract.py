@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._formats.floating.array import ArrayFloat
 from eformer.jaximus import ImplicitArray
 from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4
 
@@ -25,13 +26,17 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A way to quantize. `axis` is where values are packed (None: nowhere), `shared` where one scale serves many."""
+    """A way to quantize. `axis` is where values are packed (None: nowhere), `shared` where one scale serves many.
+
+    `in_blocks`: does every block of that axis have all its scales, so that others may follow?
+    """
 
     name: str
     make: Callable[[Any], Any]
     kind: type
     axis: int | None
     shared: tuple[int, ...]
+    in_blocks: bool = False
 
 
 def _at(axis: int, w: Any) -> int:
@@ -40,12 +45,12 @@ def _at(axis: int, w: Any) -> int:
 
 def _nf4(name: str, block: int, axis: int, **options: Any) -> Format:
     make = lambda w: ArrayNF4.quantize(w, block, axis=_at(axis, w), **options)  # noqa: E731
-    return Format(name, make, ArrayNF4, axis, (axis,))
+    return Format(name, make, ArrayNF4, axis, (axis,), in_blocks=True)
 
 
 def _integer(name: str, bits: int, axis: int, block: int | None = 32, **options: Any) -> Format:
     make = lambda w: ArrayInt.quantize(w, bits, block, axis=_at(axis, w), **options)  # noqa: E731
-    return Format(name, make, ArrayInt, axis, (axis,))
+    return Format(name, make, ArrayInt, axis, (axis,), in_blocks=block is not None)
 
 
 def _biased(name: str, bits: int, axis: int) -> Format:
@@ -66,6 +71,18 @@ def _int8(name: str, *axes: int) -> Format:
 def _onebit(name: str, kind: Any, axis: int, scale: Any) -> Format:
     make = lambda w: Array1B.from_float(w, kind, axis=_at(axis, w), scale=scale)  # noqa: E731
     return Format(name, make, Array1B, axis, (axis,))
+
+
+def _float(name: str, kind: str, *axes: int, **options: Any) -> Format:
+    """With one axis blocks run along it; FP8 with none in blocks shares scales along these axes."""
+    whole = kind.startswith("fp8") and not options
+
+    def make(w: Any) -> Any:
+        at = tuple({_at(a, w): None for a in axes}) if whole else _at(axes[0], w)
+        return ArrayFloat.quantize(w, kind, axis=at, **options)
+
+    shared = (-2, -1) if kind == "nvfp4" else axes
+    return Format(name, make, ArrayFloat, None if whole else axes[0], shared, in_blocks=not whole and kind != "nvfp4")
 
 
 def _codes(name: str, axis: int) -> Format:
@@ -101,6 +118,15 @@ FORMATS = {
         _onebit("binary", "binary", -2, "channel"),
         _onebit("binary-last-tensor", "binary", -1, "tensor"),
         _onebit("binary-bare", "binary", -1, None),
+        _float("nvfp4", "nvfp4", -2),
+        _float("nvfp4-last", "nvfp4", -1),
+        _float("mxfp4-last", "mxfp4", -1),
+        _float("mxfp8", "mxfp8", -2),
+        _float("mxfp8_e5m2", "mxfp8_e5m2", -2),
+        _float("iq4_nl", "iq4_nl", -2),
+        _float("fp8", "fp8", -2),
+        _float("fp8_e5m2-matrix", "fp8_e5m2", -2, -1),
+        _float("fp8-tiles", "fp8", -2, block_size=128),
         _codes("codes", -2),
         _codes("codes-last", -1),
     )
@@ -108,7 +134,9 @@ FORMATS = {
 # Programs here are compiled more often than run.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # One of each layout that behaves differently under transformations.
-FEW = ("nf4", "nf4-double-last", "int4", "int4-zero", "int8", "int8-matrix", "ternary", "binary-last-tensor", "codes")
+FEW = (
+    "nf4", "nf4-double-last", "int4", "int4-zero", "int8", "int8-matrix", "ternary", "binary-last-tensor", "codes", "nvfp4"
+)  # fmt: skip
 
 # Every format; the layouts that behave like one of FEW are left to `make test-all`.
 EVERY = [name if name in FEW else pytest.param(name, marks=pytest.mark.thorough) for name in FORMATS]

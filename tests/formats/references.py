@@ -110,7 +110,7 @@ def unpack(packed: np.ndarray, *, axis: int, bits: int, size: int) -> np.ndarray
     return np.moveaxis(flat[..., :size], -1, axis).astype(np.int8)
 
 
-# -- small floats, written from their specifications ---------------------------------------------------------------------
+# -- small floats, written from their specifications -------------------------------------------------------------------
 # OCP 8-bit floating point 1.0 (e4m3, e5m2), OCP Microscaling Formats 1.0 (e2m1, e8m0).
 
 

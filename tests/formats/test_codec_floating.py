@@ -53,8 +53,8 @@ def test_every_code_is_what_the_specification_says(element):
     assert np.array_equal(np.signbit(found), np.signbit(table)) or np.isnan(table).any()
     if element in ELEMENTS:
         bits = np.arange(table.size, dtype=np.uint8)
-        numbers = bits.view(ELEMENTS[element]) if table.size == 256 else np.array(
-            [ml_dtypes.float4_e2m1fn(v) for v in table]
+        numbers = (
+            bits.view(ELEMENTS[element]) if table.size == 256 else np.array([ml_dtypes.float4_e2m1fn(v) for v in table])
         )
         np.testing.assert_array_equal(np.asarray(found), numbers.astype(np.float32))
 
@@ -220,7 +220,9 @@ def test_iq4_nl_at_its_limits():
     w[1, 5], w[2, 5], w[3], w[4], w[5, 0] = np.nan, np.inf, 1e30, 1e-12, 254
     codes, scale, _ = codec.encode(jnp.asarray(w), kind="iq4_nl", axis=-1)
     dense = np.asarray(codec.decode(codes, scale, element="iq4_nl", axis=-1, size=32, dtype=jnp.float32))
-    assert (dense[0] == 0).all() and (dense[4] == 0).all()
-    assert np.isnan(dense[1]).all() and np.isnan(dense[2]).all()
+    assert (dense[0] == 0).all()
+    assert (dense[4] == 0).all()
+    assert np.isnan(dense[1]).all()
+    assert np.isnan(dense[2]).all()
     assert (dense[3] == 65504 * 127).all()
     np.testing.assert_allclose(dense[5, 0], 254, rtol=0.01)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eformer._formats.floating.array import ArrayFloat
 from eformer.jaximus import explain, implicit, materialization_policy
 from eformer.ops.quantization import Array8B, ArrayNF4, matmul_bf16_int8_weight_only
 
@@ -124,6 +125,8 @@ def _along(name: str, w: jax.Array, axis: int):
         return ArrayNF4.quantize(w, 16, axis=axis, double_quant="double" in name)
     if name.startswith("int4"):
         return ArrayInt.quantize(w, 4, 16, axis=axis, symmetric="zero" not in name)
+    if FORMATS[name].kind is ArrayFloat:
+        return ArrayFloat.quantize(w, name.split("-")[0], axis=axis)
     if name == "codes":
         return Array1B.quantize(jnp.sign(w), axis=axis)
     return Array1B.from_float(w, name.split("-")[0], axis=axis)  # pyright: ignore[reportArgumentType]

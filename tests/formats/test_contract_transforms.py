@@ -15,7 +15,7 @@ from eformer.jaximus import SlicedBelowCoreError, implicit, materialization_poli
 from .contract import FAST, FORMATS, check, dense, make, normal, seeded
 
 K, N, L = 36, 20, 3
-SOME = ("nf4", "nf4-double-last", "int8-matrix", "ternary", "codes")
+SOME = ("nf4", "nf4-double-last", "int8-matrix", "ternary", "codes", "nvfp4")
 jit = functools.partial(jax.jit, compiler_options=FAST)
 
 

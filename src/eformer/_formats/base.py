@@ -26,6 +26,11 @@ Q = TypeVar("Q", bound="QuantizedArray")
 Sharding = NamedSharding | PartitionSpec | None
 
 
+def same_scales(*arrays: Any) -> bool:
+    """Do these arrays, all of which have scales, store them in one way?"""
+    return len({(a.part(a.scale_part).dtype, sum(a.part(p) is None for p in a.parts)) for a in arrays}) == 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds.
@@ -64,6 +69,7 @@ class QuantizedArray(ImplicitArray, frozen=True):
     # Does every block bring its own scale, so that blocks of different arrays may follow each other?
     blocks_carry_scales: ClassVar[bool] = False
     compiles_products: ClassVar[bool] = True
+    nan_scale: float = float("nan")
     _remembers: ClassVar[Any] = (False, True)
 
     @property
@@ -129,10 +135,16 @@ class QuantizedArray(ImplicitArray, frozen=True):
         """A copy with a scale that may be differentiated."""
         return self.replaced(**{self.scale_part.field: FactoredScale(scale)}, **changes)
 
+    def with_plain_scale(self: Q) -> Q:
+        """The same values with the scale that they would have after a factor of one."""
+        return self
+
     def stored_like(self: Q, other: Any) -> Q:
         """A factor changes the type of the scale; where a loop or a branch has one, the others get one too."""
-        differs = isinstance(other, QuantizedArray) and other.carries_factor and not self.carries_factor
-        return self.with_factor(self.frozen_scale()) if differs and self.part(self.scale_part) is not None else self
+        if not isinstance(other, QuantizedArray) or self.part(self.scale_part) is None:
+            return self
+        made = self if other.part(other.scale_part) is None or same_scales(self, other) else self.with_plain_scale()
+        return made.with_factor(made.frozen_scale()) if other.carries_factor and not made.carries_factor else made
 
     def replaced(self: Q, **changes: Any) -> Q:
         """A copy with some fields (or `dtype`) changed: nothing is decoded, checked or quantized again."""

@@ -191,7 +191,7 @@ def _filled_scales(q: Any, outside: Any, fill: Any) -> Any:
     scale = q.part(q.scale_part)
     if scale is None or (fill is not None and fill == fill):
         return NotImplemented
-    scale = _filled(scale, outside, None)
+    scale = _filled(scale, outside, q.nan_scale)
     return q.with_factor(scale) if q.carries_factor else q.replaced(**{q.scale_part.field: scale})
 
 

@@ -20,7 +20,7 @@ from eformer._core import register
 from eformer._jax import traces
 
 from . import sharding as _sharding
-from .base import Part, QuantizedArray
+from .base import Part, QuantizedArray, same_scales
 from .blocks import wide
 from .gradients import FactoredScale
 
@@ -247,6 +247,8 @@ def _with_like_scales(arrays: Sequence[Any]) -> Sequence[Any]:
     bare = [isinstance(a, QuantizedArray) and a.part(a.scale_part) is None for a in arrays]
     if any(bare) and not all(bare):
         arrays = [a.scaled(jnp.ones((1,) * a.ndim), a.dtype) if b else a for a, b in zip(arrays, bare, strict=True)]
+    if all(isinstance(a, QuantizedArray) for a in arrays) and not all(bare) and not same_scales(*arrays):
+        arrays = [a.with_plain_scale() for a in arrays]
     if any(isinstance(a, QuantizedArray) and a.carries_factor for a in arrays):
         arrays = [a.with_factor(a.frozen_scale()) if isinstance(a, QuantizedArray) else a for a in arrays]
     return arrays

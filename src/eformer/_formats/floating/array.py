@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,11 @@ class ArrayFloat(QuantizedArray):
         return self.block_size
 
     @property
+    def nan_scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What to store for a scale that is NaN."""
+        return 255 if self.scale.dtype == jnp.uint8 else float("nan")
+
+    @property
     def blocks_carry_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.tensor_scale is None
 
@@ -122,10 +127,12 @@ class ArrayFloat(QuantizedArray):
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayFloat:
         """In f32 at least, since a scale of a format times a number is none."""
+        return super(ArrayFloat, self.with_plain_scale()).scaled(factor.astype(jnp.float32), dtype, traced=traced)
+
+    def with_plain_scale(self) -> ArrayFloat:
         if self.carries_factor:
-            return super().scaled(factor, dtype, traced=traced)
-        made = self.replaced(scale=self.float_scale().astype(jnp.float32), tensor_scale=None)
-        return super(ArrayFloat, made).scaled(factor.astype(jnp.float32), dtype, traced=traced)
+            return self
+        return self.replaced(scale=self.float_scale().astype(jnp.float32), tensor_scale=None)
 
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
@@ -169,7 +176,9 @@ class ArrayFloat(QuantizedArray):
             raise ValueError(f"{block_size=} is not allowed for {kind}, which has {_blocks_of(row)}; leave it out.")
         dtype = _arguments.checked_dtype(dtype, array.dtype, kind)
         if row.block is None and block_size is None:
-            axes = _arguments.check_axes(_arguments.checked_axis(None, array.ndim) if axis is None else axis, array.ndim)
+            axes = _arguments.check_axes(
+                _arguments.checked_axis(None, array.ndim) if axis is None else axis, array.ndim
+            )
             made = cls(*codec.encode_whole(array, kind=kind, axes=axes), kind=kind, dtype=dtype)
             return _arguments.keep_sharding(made, array)
         at = _arguments.checked_axis(axis, array.ndim)
@@ -229,7 +238,9 @@ def _as_bytes(codes: Any, kind: str) -> jax.Array:
         also = "" if row.bits_of is None else f" or {jnp.dtype(row.bits_of).name}"
         raise TypeError(f"codes of {kind} must be uint8{also}, one for each value, got {codes.dtype}.")
     if row.per_code == 2 and not isinstance(codes, traces.Tracer) and (largest := np.max(codes, initial=0)) > 15:
-        raise ValueError(f"codes of {kind} are 0 to 15, one for each value, got {largest}. Take packed ones apart first.")
+        raise ValueError(
+            f"codes of {kind} are 0 to 15, one for each value, got {largest}. Take packed ones apart first."
+        )
     return codes
 
 
@@ -252,7 +263,9 @@ def _check_storage(q: ArrayFloat) -> None:
         fits = scale.ndim == codes.ndim and all(s in (1, n) for s, n in zip(scale.shape, codes.shape, strict=True))
         if not fits or whole is not None:
             what = f"scale {list(scale.shape)} does not broadcast against codes {list(codes.shape)}"
-            raise ValueError(f"{what}." if whole is None else f"tensor_scale has no meaning for {q.kind} without blocks.")
+            raise ValueError(
+                f"{what}." if whole is None else f"tensor_scale has no meaning for {q.kind} without blocks."
+            )
         return
     block = row.block or codec.TILE
     if codes.ndim < 2 or codes.shape[-1] * row.per_byte != block:
@@ -265,9 +278,13 @@ def _check_storage(q: ArrayFloat) -> None:
     tiles = [*free[:-1], -(-free[-1] // codec.TILE), blocks] if row.block is None and free else wanted
     if list(scale.shape) not in (wanted, tiles):
         also = "" if tiles == wanted else f" or {tiles}"
-        raise ValueError(f"scale {list(scale.shape)} does not fit codes {list(codes.shape)}: it must be {wanted}{also}.")
+        raise ValueError(
+            f"scale {list(scale.shape)} does not fit codes {list(codes.shape)}: it must be {wanted}{also}."
+        )
     sizes = [] if whole is None else list(whole.shape)
-    if whole is not None and (len(sizes) != len(wanted) or sizes[-1] != 1 or any(s not in (1, n) for s, n in zip(sizes, wanted, strict=True))):
+    if whole is not None and (
+        len(sizes) != len(wanted) or sizes[-1] != 1 or any(s not in (1, n) for s, n in zip(sizes, wanted, strict=True))
+    ):
         raise ValueError(
             f"tensor_scale {sizes} does not fit: it must have {len(wanted)} axes, of size 1 or as in {[*free, 1]}."
         )

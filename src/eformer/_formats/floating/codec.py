@@ -180,9 +180,7 @@ def encode(w: jax.Array, *, kind: str, axis: int) -> tuple[jax.Array, jax.Array,
     return codes, scale, None if whole is None else _blocks.group_last(whole, at, 0)
 
 
-def _encode_blocks(
-    blocks: jax.Array, absmax: jax.Array, whole: Any, row: Kind, at: int
-) -> tuple[jax.Array, jax.Array]:
+def _encode_blocks(blocks: jax.Array, absmax: jax.Array, whole: Any, row: Kind, at: int) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of `lead + (blocks, block) + trail`, the blocks being at axis `at`; keeps that layout."""
     finite = absmax < jnp.inf
     blocks = jnp.where(jnp.expand_dims(finite, at + 1), blocks, 0)
@@ -225,9 +223,7 @@ def _nearest(x: jax.Array, row: Kind) -> jax.Array:
         return lax.bitcast_convert_type(jnp.clip(x, -row.largest, row.largest).astype(dtype), jnp.uint8)
     # e2m1: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6. Even multiples of a step have even codes.
     size = jnp.minimum(jnp.abs(x), row.largest)
-    code = jnp.where(
-        size < 2, jnp.round(size * 2), jnp.where(size < 4, jnp.round(size) + 2, jnp.round(size * 0.5) + 4)
-    )
+    code = jnp.where(size < 2, jnp.round(size * 2), jnp.where(size < 4, jnp.round(size) + 2, jnp.round(size * 0.5) + 4))
     return code.astype(jnp.uint8) | jnp.where(jnp.signbit(x), 8, 0).astype(jnp.uint8)
 
 
