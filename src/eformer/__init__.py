@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from eformer.jaximus import ste as ste
     from eformer.ops.quantization import Array1B as Array1B
     from eformer.ops.quantization import Array8B as Array8B
+    from eformer.ops.quantization import ArrayFloat as ArrayFloat
     from eformer.ops.quantization import ArrayInt as ArrayInt
     from eformer.ops.quantization import ArrayNF4 as ArrayNF4
     from eformer.ops.quantization import LoraArray as LoraArray
@@ -73,7 +74,7 @@ _NAMES = {
         "Explanation ImplicitArray aux_field explain implicit materialization_policy materialize register ste"
     ),
     "eformer.ops.quantization": (
-        "Array1B Array8B ArrayInt ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora "
+        "Array1B Array8B ArrayFloat ArrayInt ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora "
         "dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize quantize_tree "
         "report split_trainable straight_through"
     ),

@@ -135,7 +135,8 @@ FORMATS = {
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # One of each layout that behaves differently under transformations.
 FEW = (
-    "nf4", "nf4-double-last", "int4", "int4-zero", "int8", "int8-matrix", "ternary", "binary-last-tensor", "codes", "nvfp4"
+    "nf4", "nf4-double-last", "int4", "int4-zero", "int8", "int8-matrix", "nvfp4", "ternary", "binary-last-tensor",
+    "codes",
 )  # fmt: skip
 
 # Every format; the layouts that behave like one of FEW are left to `make test-all`.

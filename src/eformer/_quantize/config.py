@@ -12,6 +12,8 @@ import jax
 
 from eformer._core import ste
 from eformer._formats.arguments import as_index, check_block_size
+from eformer._formats.floating import codec as floats
+from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.int8.array import Array8B
 from eformer._formats.integer import codec as integers
 from eformer._formats.integer.array import ArrayInt
@@ -34,10 +36,17 @@ class QuantizationType(enum.StrEnum):
     INT4 = "int4"
     INT5 = "int5"
     INT6 = "int6"
+    FP8 = "fp8"
+    FP8_E5M2 = "fp8_e5m2"
+    MXFP4 = "mxfp4"
+    MXFP8 = "mxfp8"
+    MXFP8_E5M2 = "mxfp8_e5m2"
+    NVFP4 = "nvfp4"
+    IQ4_NL = "iq4_nl"
 
 
 class _Default(int):
-    """A block size nobody asked for: only INT8 does something else with one that was given."""
+    """A block size nobody asked for, which is the format's own."""
 
 
 DEFAULT_BLOCK = _Default(64)
@@ -112,6 +121,24 @@ _BLOCKS_OF_INTEGERS: dict[str, Any] = {
     "one_block": integers.whole_rows,
 }
 
+
+def _float(array: jax.Array, config: Any) -> ArrayFloat:
+    return ArrayFloat.quantize(array, config.dtype.value, axis=config.axis, block_size=config.block_size)
+
+
+def _float_options(q: ArrayFloat) -> dict[str, Any]:
+    return {"block_size": q.block_size, "axis": q.axis or q.shared_axes or None}
+
+
+def _small_floats(kind: str) -> Format:
+    row = floats.KINDS[kind]
+    return Format(
+        ArrayFloat, _float, ("block_size",), _float_options, scales_many_axes=row.block is None,
+        check_block=lambda size: floats.check_block_size(size, kind), one_block=lambda _: row.block or floats.TILE,
+        default_block=row.block,
+    )  # fmt: skip
+
+
 FORMATS: dict[QuantizationType, Format] = {
     QuantizationType.NF4: Format(ArrayNF4, _nf4, ("block_size", "double_quant"), _nf4_options),
     QuantizationType.INT8: Format(
@@ -124,6 +151,7 @@ FORMATS: dict[QuantizationType, Format] = {
         for bits in integers.BITS
         if bits != 8
     },
+    **{QuantizationType(kind): _small_floats(kind) for kind in floats.KINDS},
 }
 
 
@@ -133,8 +161,8 @@ class QuantizationConfig:
 
     Attributes:
         dtype: the format.
-        block_size: values that share one scale (NF4, integers). Left out it is 64, and INT8 has no blocks; None
-            is one scale per row of integers.
+        block_size: values that share one scale (NF4, integers). Left out it is the format's own, 64 where there is a choice,
+            and INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients, for training.
         use_kernel: let products use native kernels where there are any.
         axis: the axis values are packed or scaled along; None leaves it to the format or to the role of the leaf.
@@ -243,8 +271,8 @@ def quantize(
         config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
             they contradict it.
         dtype: the format, by default NF4.
-        block_size: values that share one scale (NF4, integers). Left out it is 64, and INT8 has no blocks; None
-            is one scale per row of integers.
+        block_size: values that share one scale (NF4, integers). Left out it is the format's own, 64 where there is a choice,
+            and INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients instead.
         axis: the axis values are packed or scaled along; each format has its default.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
@@ -326,5 +354,5 @@ def config_of(q: Any) -> QuantizationConfig | None:
     found = [kind for kind, row in FORMATS.items() if isinstance(q, row.array) and kind == q.format]
     if not found:
         return None
-    options = FORMATS[found[0]].options_of(q)
-    return QuantizationConfig(found[0], use_kernel=q.use_kernel, axis=q.axis or None, **options)
+    options = {"axis": q.axis or None, **FORMATS[found[0]].options_of(q)}
+    return QuantizationConfig(found[0], use_kernel=q.use_kernel, **options)

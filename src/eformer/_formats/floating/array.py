@@ -66,6 +66,12 @@ class ArrayFloat(QuantizedArray):
         return None if self.axis is None else self.row.block or codec.TILE
 
     @property
+    def shared_axes(self) -> tuple[int, ...]:
+        """The axes along which the scale is shared, counted from the end; for an array without blocks."""
+        shapes = zip(self.codes.shape, self.scale.shape, strict=True)
+        return tuple(i - self.codes.ndim for i, (n, s) in enumerate(shapes) if s != n)
+
+    @property
     def blocked(self) -> int | None:
         return self.axis
 
@@ -171,11 +177,9 @@ class ArrayFloat(QuantizedArray):
         """
         one_of("kind", kind, codec.KINDS)
         array, row = _arguments.as_float(array, kind), codec.KINDS[kind]
-        allowed = (None, row.block or codec.TILE)
-        if block_size not in allowed:
-            raise ValueError(f"{block_size=} is not allowed for {kind}, which has {_blocks_of(row)}; leave it out.")
+        block_size = codec.check_block_size(row.block if block_size is None else block_size, kind)
         dtype = _arguments.checked_dtype(dtype, array.dtype, kind)
-        if row.block is None and block_size is None:
+        if block_size is None:
             axes = _arguments.check_axes(
                 _arguments.checked_axis(None, array.ndim) if axis is None else axis, array.ndim
             )
@@ -184,7 +188,7 @@ class ArrayFloat(QuantizedArray):
         at = _arguments.checked_axis(axis, array.ndim)
         encode = codec.encode if row.block else codec.encode_tiles
         codes, *scales = encode(array, kind=kind, axis=at)
-        pad = -array.shape[at] % (row.block or codec.TILE)
+        pad = -array.shape[at] % block_size
         return _arguments.keep_sharding(cls(codes, *scales, kind=kind, axis=at, pad=pad, dtype=dtype), array)
 
     @classmethod
@@ -289,7 +293,3 @@ def _check_storage(q: ArrayFloat) -> None:
             f"tensor_scale {sizes} does not fit: it must have {len(wanted)} axes, of size 1 or as in {[*free, 1]}."
         )
     q.axis, q.pad = _arguments.axis_and_pad(q, codes.ndim - 1, blocks, block)
-
-
-def _blocks_of(row: codec.Kind) -> str:
-    return f"blocks of {row.block}" if row.block else f"no blocks, or blocks of {codec.TILE} × {codec.TILE}"

@@ -72,6 +72,18 @@ KINDS = {
 }
 
 
+def check_block_size(size: Any, kind: str) -> int | None:
+    """Return the values that share a scale, or raise unless the kind can have so many; None is no blocks."""
+    own = KINDS[kind].block
+    if size is None and own is None:
+        return None
+    size, fixed = _arguments.as_index(size, "block_size"), own or TILE
+    if size != fixed:
+        has = f"blocks of {own}" if own else f"no blocks, or blocks of {TILE} × {TILE}"
+        raise ValueError(f"block_size={size} is not allowed for {kind}, which has {has}. Leave it out, or use {fixed}.")
+    return size
+
+
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +112,7 @@ def decode(
     """
     row = FORMATS[element]
     if axis is None:
-        return _times(row.values(codes, jnp.float32), scale).astype(dtype)
+        return _times(element_values(codes, element), scale).astype(dtype)
     at = codes.ndim - 1 + axis
     codes = _blocks.group_at(codes, at, 1)
     if row.per_code == 2:

@@ -1,4 +1,4 @@
-"""Quantized arrays: NF4, integers, ternary and binary, behind one `quantize`; whole models; low-rank adapters.
+"""Quantized arrays: NF4, integers, small floats, ternary, binary, behind one `quantize`; whole models; adapters.
 
 >>> import jax.numpy as jnp
 >>> w = quantize(jnp.ones((64, 32)), dtype="nf4")
@@ -9,6 +9,7 @@ Array(64., dtype=float32)
 from __future__ import annotations
 
 from eformer._formats.documented import public_names as _public_names
+from eformer._formats.floating.array import ArrayFloat as ArrayFloat
 from eformer._formats.integer.array import ArrayInt as ArrayInt
 from eformer._kernels.backends import is_kernel_available as is_kernel_available
 from eformer._kernels.select import nf4_use_kernel as nf4_use_kernel

@@ -16,6 +16,7 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._core.fields import layout
+from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.grouped.array import GroupedArray
 from eformer._formats.int8.array import Array8B
 from eformer._formats.integer.array import ArrayInt
@@ -130,6 +131,7 @@ def pack_fields(array: ImplicitArray) -> tuple[dict[str, Any], dict[str, Any]]:
 
 FLOATING = "floating"
 OPTIONAL = "floating or none"
+SCALE = "floating or uint8"
 
 
 def _kind_fits(part: Any, kind: str) -> bool:
@@ -140,7 +142,7 @@ def _kind_fits(part: Any, kind: str) -> bool:
     return dtype.name in allowed or (FLOATING in allowed and bool(jnp.issubdtype(dtype, jnp.floating)))
 
 
-def strict(cls: type, kinds: Mapping[str, str], fields: Mapping[str, type]) -> Unpack:
+def strict(cls: type, kinds: Mapping[str, str], fields: Mapping[str, Any]) -> Unpack:
     """An `unpack` that demands exactly these parts and fields."""
 
     def unpack(parts: Mapping[str, Any], found: Mapping[str, Any]) -> Any:
@@ -156,7 +158,8 @@ def strict(cls: type, kinds: Mapping[str, str], fields: Mapping[str, type]) -> U
                 raise CheckpointError(f"has a part {name!r} that is {what} instead of {kind}.")
         for name, allowed in fields.items():
             if not isinstance(found[name], allowed) or isinstance(found[name], bool) is not (allowed is bool):
-                raise CheckpointError(f"has {name}={found[name]!r:.100}, which is not of type {allowed.__name__}.")
+                wanted = getattr(allowed, "__name__", allowed)
+                raise CheckpointError(f"has {name}={found[name]!r:.100}, which is not of type {wanted}.")
         return cls(**parts, **found)
 
     return unpack
@@ -182,10 +185,11 @@ def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Compr
 _BLOCKED = {"axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _INT8 = {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
 _GROUPED = {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL}
+_FLOAT = {"kind": str, "axis": int | None, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _LORA = {"scale": float, "left": int, "right": int}
 
 # The name in files, the class, its parts and its fields.
-TYPES: tuple[tuple[str, type, dict[str, str], dict[str, type]], ...] = (
+TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
     ("nf4", ArrayNF4, {"packed": "uint8", "absmax": FLOATING}, {"block_size": int, **_BLOCKED}),
     ("int8", Array8B, {"weight": "int8", "scale": FLOATING}, _INT8),
     (
@@ -196,6 +200,7 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, type]], ...] = (
     ),
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
     ("grouped", GroupedArray, _GROUPED, {"zero": int, **_BLOCKED}),
+    ("float", ArrayFloat, {"codes": "uint8", "scale": SCALE, "tensor_scale": OPTIONAL}, _FLOAT),
     ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
 )
 for _name, _cls, _kinds, _fields in TYPES:
