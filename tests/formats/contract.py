@@ -17,7 +17,7 @@ import pytest
 
 from eformer._formats.floating.array import ArrayFloat
 from eformer.jaximus import ImplicitArray
-from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4
+from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4, QuantizationType
 
 # No multiple of a block, of 8 or of 4, so every format pads its storage in both orientations.
 K, N = 70, 26
@@ -141,6 +141,11 @@ FEW = (
 
 # Every format; the layouts that behave like one of FEW are left to `make test-all`.
 EVERY = [name if name in FEW else pytest.param(name, marks=pytest.mark.thorough) for name in FORMATS]
+
+
+# By name; what is of the same class as another one is left to `make test-all`.
+_OFTEN = ("nf4", "int8", "ternary", "binary", "int4", "mxfp4")
+EVERY_KIND = [k.value if k in _OFTEN else pytest.param(k.value, marks=pytest.mark.thorough) for k in QuantizationType]
 
 
 def seeded(*key: Any) -> np.random.Generator:

@@ -20,9 +20,7 @@ from eformer.ops.quantization import (
     straight_through_nf4,
 )
 
-from .contract import check, normal, seeded
-
-KINDS = ("nf4", "int8", "ternary", "binary")
+from .contract import EVERY_KIND, check, normal, seeded
 
 
 def options(kind: str) -> dict[str, int]:
@@ -35,7 +33,7 @@ def problem(kind: str):
     return x, x @ true, normal(rng, 16, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_quantization_aware_training_learns(kind: str) -> None:
     x, y, w = problem(kind)
     optimizer = optax.adam(3e-2)
@@ -55,7 +53,7 @@ def test_quantization_aware_training_learns(kind: str) -> None:
     assert last < 0.75 * first
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_low_rank_updates_train_next_to_frozen_codes(kind: str) -> None:
     x, y, w = problem(kind)
     q = quantize(w, dtype=kind, **options(kind))
@@ -99,7 +97,7 @@ def test_estimators_differ_between_ternary_and_binary() -> None:
     assert not (straight_through(w, dtype="binary") == 0).any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_transformed_estimators(kind: str) -> None:
     ws = normal(seeded(kind), 3, 24, 6)
     grads = jax.vmap(jax.grad(lambda w: (straight_through(w, dtype=kind) ** 2).sum()))(ws)

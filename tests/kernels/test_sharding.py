@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 
 import jax
@@ -155,3 +156,16 @@ def test_eager_operands_on_many_devices(rng: np.random.Generator) -> None:
     y = case.product(jnp.asarray(x), codes=codes, scale=scale, preference="xla")
     assert relative_error(y, case.expected(x)) < 3e-6
     assert entries(y.sharding.spec) == (None, "a")
+
+
+def test_programs_of_formats_that_look_alike_differ_without_what_jax_removes(rng: np.random.Generator) -> None:
+    """JAX's cache on disk keys programs by their text without the configuration of computations that XLA splits."""
+    texts = set()
+    for fmt in ("nf4", "int4", "iq4_nl", "fp4"):
+        case = make_case(rng, fmt, ROWS, COLS)
+        operands = put(mesh_of(), case, random_x(rng, "dot"), P(), P("a"))
+        product = jax.jit(lambda x, c, s, case=case: case.product(x, "dot", codes=c, scale=s, preference="xla"))
+        text = re.sub(r'backend_config = "[^"]*"', "", product.lower(*operands).as_text())
+        assert "CustomSPMDPartitioning" in text
+        texts.add(text)
+    assert len(texts) == 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,7 +143,6 @@ class Operation:
 
         Where XLA splits the program over devices, it must not call native code on its own.
         """
-        del native
 
         def run(*operands: Any) -> Any:
             problem = self.problem(parameters, platform, *operands)
@@ -151,6 +151,8 @@ class Operation:
             return self.compute(problem, *operands)
 
         run.__name__ = self.primitive.name
+        if split:  # JAX's cache of compiled programs on disk sees of a computation that XLA splits only its name
+            run.__name__ += f"_{hashlib.sha256(repr((native, parameters)).encode()).hexdigest()[:16]}"
         return jax.jit(run)
 
 

@@ -161,8 +161,8 @@ class QuantizationConfig:
 
     Attributes:
         dtype: the format.
-        block_size: values that share one scale (NF4, integers). Left out it is the format's own, 64 where there is a choice,
-            and INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
+        block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
+            INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients, for training.
         use_kernel: let products use native kernels where there are any.
         axis: the axis values are packed or scaled along; None leaves it to the format or to the role of the leaf.
@@ -271,8 +271,8 @@ def quantize(
         config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
             they contradict it.
         dtype: the format, by default NF4.
-        block_size: values that share one scale (NF4, integers). Left out it is the format's own, 64 where there is a choice,
-            and INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
+        block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
+            INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients instead.
         axis: the axis values are packed or scaled along; each format has its default.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.

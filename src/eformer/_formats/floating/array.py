@@ -129,7 +129,11 @@ class ArrayFloat(QuantizedArray):
         return self.codes, self.float_scale()
 
     def with_factor(self, scale: jax.Array, **changes: Any) -> ArrayFloat:
-        return super().with_factor(scale, **{"tensor_scale": None, **changes})
+        return super().with_factor(scale, **{"tensor_scale": self._ones(), **changes})
+
+    def _ones(self) -> Any:
+        """What is left of the scale of the tensor once it is part of the others."""
+        return None if self.tensor_scale is None else jnp.ones_like(self.tensor_scale)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayFloat:
         """In f32 at least, since a scale of a format times a number is none."""
@@ -138,7 +142,7 @@ class ArrayFloat(QuantizedArray):
     def with_plain_scale(self) -> ArrayFloat:
         if self.carries_factor:
             return self
-        return self.replaced(scale=self.float_scale().astype(jnp.float32), tensor_scale=None)
+        return self.replaced(scale=self.float_scale().astype(jnp.float32), tensor_scale=self._ones())
 
     def materialize(self) -> jax.Array:
         """The dense array, in the logical dtype, with the sharding it carries."""
