@@ -62,16 +62,19 @@ def test_config_is_frozen_and_checked() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_config_through_json(kind: QuantizationType) -> None:
     takes = FORMATS[kind].options
-    blocks = {"block_size": 32} if "block_size" in takes and kind != "int8" else {}
+    own = FORMATS[kind].default_block
+    blocks = {"block_size": 32} if "block_size" in takes and own == 64 else {}
     config = QuantizationConfig(kind, simulate=True, use_kernel=False, **blocks)
     text = config.to_json()
     assert QuantizationConfig.from_json(text) == config
-    block = blocks.get("block_size", None if kind == "int8" else 64)
+    block = blocks.get("block_size", own)
     assert json.loads(text) == {"dtype": kind.value, "block_size": block, "simulate": True, "use_kernel": False}
     option = {"double_quant": True} if "double_quant" in takes else {"axis": (0, 1)}
     more = dataclasses.replace(config, **option)
     assert QuantizationConfig.from_json(more.to_json()) == more != config
-    old = json.dumps({"dtype": kind.value, "block_size": 32, "simulate": False, "use_kernel": True})
+    old = json.dumps(
+        {"dtype": kind.value, "block_size": own if own == 16 else 32, "simulate": False, "use_kernel": True}
+    )
     assert QuantizationConfig.from_json(old) == QuantizationConfig(kind, **blocks)
     for text in ('{"speed": 3}', "[1]", "null", '"nf4"'):
         with pytest.raises(TypeError, match=r"JSON object .*block_size.*" + re.escape(text)):

@@ -137,7 +137,7 @@ class ArrayFloat(QuantizedArray):
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayFloat:
         """In f32 at least, since a scale of a format times a number is none."""
-        return super(ArrayFloat, self.with_plain_scale()).scaled(factor.astype(jnp.float32), dtype, traced=traced)
+        return QuantizedArray.scaled(self.with_plain_scale(), factor.astype(jnp.float32), dtype, traced=traced)
 
     def with_plain_scale(self) -> ArrayFloat:
         if self.carries_factor:
