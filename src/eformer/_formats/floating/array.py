@@ -135,8 +135,8 @@ class ArrayFloat(QuantizedArray):
         """What is left of the scale of the tensor once it is part of the others."""
         return None if self.tensor_scale is None else jnp.ones_like(self.tensor_scale)
 
-    def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayFloat:
-        """In f32 at least, since a scale of a format times a number is none."""
+    def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Any:
+        """In f32, since a scale of the format times a number is none."""
         return QuantizedArray.scaled(self.with_plain_scale(), factor.astype(jnp.float32), dtype, traced=traced)
 
     def with_plain_scale(self) -> ArrayFloat:
