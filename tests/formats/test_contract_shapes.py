@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eformer._formats.grouped.array import GroupedArray
 from eformer.jaximus import MaterializationError, implicit, materialization_policy
 from eformer.ops.quantization import Array8B
 
@@ -101,6 +102,17 @@ def test_concatenate_of_differently_scaled_stacks() -> None:
     p, q = Array8B.quantize(w, axis=-1), Array8B.quantize(w, axis=-2)
     for axis in range(3):
         check(join(p, q, axis), jnp.concatenate([dense(p), dense(q)], axis))
+
+
+def test_concatenate_of_codes_that_mean_different_numbers() -> None:
+    """Storage of the same shapes, whose settings differ: what decodes differently is not joined, the rest is."""
+    rng = seeded("zero")
+    codes = jnp.asarray(rng.integers(0, 256, (3, 2, 16)), jnp.uint8)
+    scale = jnp.abs(normal(rng, 3, 2)) + 1
+    p, q = GroupedArray(codes, scale, zero=8), GroupedArray(codes, scale, zero=0)
+    check(join(p, q, 0), jnp.concatenate([dense(p), dense(q)]))
+    with materialization_policy("error"):
+        assert isinstance(join(p, p.replaced(use_kernel=False), 0), GroupedArray)
 
 
 @pytest.mark.parametrize(

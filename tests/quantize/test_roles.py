@@ -234,3 +234,9 @@ def test_axis_of_a_rule_wins():
 def test_unknown_group():
     with pytest.raises(ValueError, match=r"skip=.*'heats'.*norms, biases"):
         axes(shapes(a=(2, 2)), skip=("heats",))
+
+
+@pytest.mark.parametrize(("bias", "kind"), [((4, 16), "bias"), ((4, 8), "bias"), ((4, 12), "kernel"), ((16,), "bias")])
+def test_a_leaf_called_b_is_a_bias_where_a_matrix_beside_it_has_its_axes(bias, kind):
+    leaves = open_tree(shapes(layer__w=(4, 8, 16), layer__b=bias)).leaves
+    assert {leaf.path: role.kind for leaf, role in zip(leaves, roles_of(leaves), strict=True)}["layer/b"] == kind
