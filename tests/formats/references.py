@@ -214,3 +214,38 @@ def iq4_nl_encode(block: np.ndarray) -> tuple[np.ndarray, np.float16]:
         best = min(best, (float(np.sum((x - scale * table[codes]) ** 2)), scale))
     scale = np.float16(best[1])
     return np.argmin(np.abs(x[:, None] - table * np.float64(scale)), axis=-1).astype(np.uint8), scale
+
+
+def integer_encode(
+    w: np.ndarray, *, axis: int, bits: int, block_size: int, symmetric: bool = True
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """`integer.codec.encode` with scales in f32: codes (free axes..., blocks, block_size), not packed."""
+    moved = np.moveaxis(np.asarray(w), axis, -1).astype(np.float32)
+    blocks = math.ceil(moved.shape[-1] / block_size)
+    padded = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, blocks * block_size - moved.shape[-1])])
+    padded = padded.reshape(*moved.shape[:-1], blocks, block_size)
+    low, high = np.min(padded, -1, initial=0), np.max(padded, -1, initial=0)
+    wrong = ~(np.isfinite(low) & np.isfinite(high))
+    low, high = np.where(wrong, np.float32(np.nan), low), np.where(wrong, np.float32(np.nan), high)
+    half, steps = 2 ** (bits - 1), np.float32(2**bits - 1)
+    scale = np.where(-low >= high, low, high) / np.float32(-half) if symmetric else high / steps - low / steps
+    scale = np.where(np.abs(scale) < _TINY, np.float32(0), scale)
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    zero = np.clip(np.nan_to_num(np.rint(-low / divisor)), 0, steps)
+    codes = np.rint(padded / divisor[..., None]) + (half if symmetric else zero[..., None])
+    codes = np.nan_to_num(np.clip(codes, 0, steps), nan=half if symmetric else 0).astype(np.uint8)
+    return codes, scale.astype(np.float32), None if symmetric else zero.astype(np.uint8)
+
+
+def integer_decode(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, bias: np.ndarray | None, bits: int):
+    """`integer.codec.values_of` for codes with one axis more than the other arrays."""
+    values, scale = np.asarray(codes).astype(np.float32), np.asarray(scale).astype(np.float32)[..., None]
+    if bias is not None:
+        return values * scale + np.asarray(bias).astype(np.float32)[..., None]
+    return (values - (2 ** (bits - 1) if zero is None else np.asarray(zero).astype(np.float32)[..., None])) * scale
+
+
+def bits_in_a_row(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes (..., n) as bytes, one after the other, high bits first."""
+    each = np.unpackbits(np.asarray(codes, np.uint8)[..., None], axis=-1)[..., 8 - bits :]
+    return np.packbits(each.reshape(*codes.shape[:-1], codes.shape[-1] * bits), axis=-1)

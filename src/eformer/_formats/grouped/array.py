@@ -57,7 +57,7 @@ class GroupedArray(QuantizedArray):
 
     def materialize(self) -> jax.Array:
         """The dense array, decoded in f32 and rounded once to the logical dtype."""
-        values = _decoded(self.codes, self.frozen_scale(), self.offset, self.zero)
+        values = _decoded(self.codes, self.frozen_scale(), self.offset, self.zero, linear=self.carries_factor)
         dense = values.reshape(*self.codes.shape[:-2], self.codes.shape[-2] * GROUP)
         return self.constrained(jnp.moveaxis(dense, -1, self.axis).astype(self.dtype))
 
@@ -96,13 +96,13 @@ def _check(q: GroupedArray) -> None:
         raise ValueError(f"axis={q.axis} and pad={q.pad} are not allowed for codes {list(q.codes.shape)}.")
 
 
-def _decoded(codes: jax.Array, scale: jax.Array, offset: Any, zero: int) -> jax.Array:
-    """f32 `(..., groups, 32)`."""
+def _decoded(codes: jax.Array, scale: jax.Array, offset: Any, zero: int, *, linear: bool) -> jax.Array:
+    """f32 `(..., groups, 32)`; `linear` where scale and offset are differentiated."""
     if codes.dtype == jnp.uint8:
         codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
     values = (codes.astype(jnp.float32) - zero) * scale[..., None].astype(jnp.float32)
     if offset is None:
         return values
     # The maximum changes nothing but keeps compilers from contracting to a fused multiply-add.
-    values = jnp.maximum(values, jnp.finfo(jnp.float32).min)
+    values = values if linear else jnp.maximum(values, jnp.finfo(jnp.float32).min)
     return values + offset[..., None].astype(jnp.float32)

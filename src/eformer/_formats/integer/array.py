@@ -14,6 +14,7 @@ from eformer._jax import traces
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
+from ..blocks import wide
 from ..gradients import frozen
 from . import codec
 
@@ -83,19 +84,21 @@ class ArrayInt(QuantizedArray):
         """What the values have beyond `(code - 2**(bits - 1)) * scale`."""
         if self.symmetric:
             return None
-        half, scale = 2 ** (self.bits - 1), self.frozen_scale().astype(jnp.float32)
+        large = wide(self.dtype)
+        half, scale = 2 ** (self.bits - 1), self.frozen_scale().astype(large)
         if self.bias is None:
-            return (half - self.zero.astype(jnp.float32)) * scale
-        return self._frozen_bias().astype(jnp.float32) + half * scale
+            return (half - self.zero.astype(large)) * scale
+        return self._frozen_bias().astype(large) + half * scale
 
     def _frozen_bias(self) -> Any:
         return self.bias if self.carries_factor else frozen(self.bias, self.format)
 
     def materialize(self) -> jax.Array:
-        """The dense array, decoded in f32 and rounded once to the logical dtype, with the sharding it carries."""
+        """The dense array, decoded in f32 or wider, rounded once to the logical dtype, with the sharding it carries."""
         size = self.shape[self.blocked]
         stored = self.packed, self.frozen_scale(), self.zero, self._frozen_bias()
-        return self.constrained(codec.decode(*stored, axis=self.blocked, size=size, bits=self.bits, dtype=self.dtype))
+        how = {"axis": self.blocked, "size": size, "dtype": self.dtype, "linear": self.carries_factor}
+        return self.constrained(codec.decode(*stored, bits=self.bits, **how))
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
@@ -109,8 +112,9 @@ class ArrayInt(QuantizedArray):
             word = next(pair) * 256 + next(pair)
             codes = word >> jnp.broadcast_to(16 - self.bits - first, word.shape) & (2**self.bits - 1)
         block = index // self.block_size
-        numbers = (self.frozen_scale(), self.zero, self._frozen_bias())
-        return codec.values_of(self.bits, codes, *(None if a is None else jnp.take(a, block, axis=-1) for a in numbers))
+        stored = (self.frozen_scale(), self.zero, self._frozen_bias())
+        numbers = (None if a is None else jnp.take(a, block, axis=-1) for a in stored)
+        return codec.values_of(self.bits, codes, *numbers, dtype=self.dtype, linear=self.carries_factor)
 
     def codes(self) -> jax.Array:
         """The codes, 0 to `2**bits - 1`, unpacked to uint8 in the logical shape: what `from_codes` takes."""
@@ -119,13 +123,13 @@ class ArrayInt(QuantizedArray):
         return jnp.moveaxis(flat[..., : self.shape[self.blocked]], -1, self.blocked)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayInt:
-        """In f32, since the product of two f16 numbers is none; a change of sign is exact in any dtype."""
+        """In f32 or wider, since the product of two f16 numbers is none; a change of sign is exact in any dtype."""
         flips = isinstance(factor, np.ndarray) and bool(np.all(np.abs(factor) == 1))
         held = {
             name: array for name, array in (("scale", self.scale), ("bias", self._frozen_bias())) if array is not None
         }
         if not self.carries_factor and not flips:
-            held = {name: array.astype(jnp.float32) for name, array in held.items()}
+            held = {name: array.astype(wide(factor.dtype)) for name, array in held.items()}
         if self.bias is not None:
             held["bias"] = held["bias"] * factor.astype(held["bias"].dtype)
         return super(ArrayInt, self.replaced(**held)).scaled(factor, dtype, traced=traced)
@@ -256,7 +260,7 @@ def _check_storage(q: ArrayInt) -> None:
         )
     if q.zero is not None and q.bias is not None:
         raise ValueError("an array has a zero point or a bias, not both; add -zero * scale to the bias.")
-    if q.scale.dtype.name not in codec.SCALES:
+    if q.scale.dtype.name not in (*codec.SCALES, "float64"):  # the last where a factor of it was multiplied in
         raise TypeError(f"a scale of dtype {q.scale.dtype.name} is not allowed: use {', '.join(codec.SCALES)}.")
     for name in ("scale", "zero", "bias"):
         array = getattr(q, name)

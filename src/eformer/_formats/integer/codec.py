@@ -11,8 +11,8 @@ has the other sign; against absmax / (h - 1), which leaves a code unused, that i
 at 2. With a zero point: scale = (max - min) / (2^bits - 1), the range made to include 0; zero = round(-min / scale).
 Codes are rounded to nearest, half to even, and clipped. Corner cases:
 
-- Arithmetic is f32: bf16 and f16 are exact in it, f64 is rounded first. The scale is rounded to its dtype before codes
-  are computed with it, and is at most the largest number of that dtype.
+- `encode` computes in f32: bf16 and f16 are exact in it, f64 is rounded first. The scale is rounded to its dtype before
+  codes are computed with it, and is at most the largest number of that dtype.
 - 0 decodes to 0 exactly. A block whose scale is 0 or would be subnormal (stored as 0) decodes to zeros.
 - NaN or an infinity anywhere in a block makes its scale NaN: the whole block decodes to NaN.
 - A ragged last block is padded in storage with codes of 0.0, which changes nothing else.
@@ -154,9 +154,18 @@ def _codes(codes: jax.Array, nothing: int, bits: int) -> jax.Array:
     return jnp.where(jnp.isnan(codes), nothing, jnp.clip(codes, 0, 2**bits - 1)).astype(jnp.uint8)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "size", "bits", "dtype"))
+@functools.partial(jax.jit, static_argnames=("axis", "size", "bits", "dtype", "linear"))
 def decode(
-    packed: jax.Array, scale: jax.Array, zero: Any, bias: Any, *, axis: int, size: int, bits: int, dtype: DTypeLike
+    packed: jax.Array,
+    scale: jax.Array,
+    zero: Any,
+    bias: Any,
+    *,
+    axis: int,
+    size: int,
+    bits: int,
+    dtype: DTypeLike,
+    linear: bool = False,
 ) -> jax.Array:
     """The dense array of storage as `encode` makes it; `size` is the true length of the blocked axis.
 
@@ -164,16 +173,24 @@ def decode(
     >>> decode(*stored, None, axis=-1, size=4, bits=4, dtype=jnp.float32)
     Array([ 0. ,  0.5, -1. ,  2. ], dtype=float32)
     """
+    codes = unpacked_codes(packed, bits)
     numbers = (None if a is None else a[..., None] for a in (scale, zero, bias))
-    values = values_of(bits, unpacked_codes(packed, bits), *numbers)
+    values = values_of(bits, codes, *numbers, dtype=dtype, linear=linear)
     dense = values.astype(dtype).reshape(*packed.shape[:-2], values.shape[-2] * values.shape[-1])[..., :size]
     return jnp.moveaxis(dense, -1, axis)
 
 
-def values_of(bits: int, codes: jax.Array, scale: Any, zero: Any, bias: Any) -> jax.Array:
-    """What codes stand for, in f32; scale, zero and bias broadcast against them."""
-    scale, codes = scale.astype(jnp.float32), codes.astype(jnp.float32)
+def values_of(
+    bits: int, codes: jax.Array, scale: Any, zero: Any, bias: Any, *, dtype: DTypeLike, linear: bool = False
+) -> jax.Array:
+    """What codes stand for, in f32, or in f64 for that dtype; scale, zero and bias broadcast against them.
+
+    `linear` leaves out what makes a sum round twice, which has no transpose: for scales that are differentiated.
+    """
+    wide = _blocks.wide(dtype)
+    scale, codes = scale.astype(wide), codes.astype(wide)
     if bias is None:
-        return (codes - (2 ** (bits - 1) if zero is None else zero.astype(jnp.float32))) * scale
+        return (codes - (2 ** (bits - 1) if zero is None else zero.astype(wide))) * scale
     # The maximum changes nothing but keeps compilers from contracting to a fused multiply-add, which rounds once.
-    return jnp.maximum(codes * scale, jnp.finfo(jnp.float32).min) + bias.astype(jnp.float32)
+    values = codes * scale
+    return (values if linear else jnp.maximum(values, jnp.finfo(wide).min)) + bias.astype(wide)
