@@ -20,21 +20,20 @@ import numpy as np
 
 import eformer
 from eformer._kernels import cpu
+from eformer._kernels.formats import FORMATS as STORED
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
+MORE = ("int4", "fp4", "int8_block", "fp8_e4m3", "fp8_e4m3_block")
 BLOCK = 64
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def random_storage(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of a random matrix; the values do not influence the time."""
-    per_row = jnp.asarray(rng.random((rows, 1), dtype=np.float32))
-    if fmt == "nf4":
-        codes = rng.integers(0, 256, (rows, cols // BLOCK, BLOCK // 2), dtype=np.uint8)
-        return jnp.asarray(codes), jnp.asarray(rng.random((rows, cols // BLOCK), dtype=np.float32))
-    if fmt == "int8":
-        return jnp.asarray(rng.integers(-127, 128, (rows, cols), dtype=np.int8)), per_row
-    return jnp.asarray(rng.integers(0, 256, (rows, cols // (4 if fmt == "ternary" else 8)), dtype=np.uint8)), per_row
+    row = STORED[fmt]
+    codes = rng.integers(0, 120, row.stored_shape(rows, cols, BLOCK), dtype=np.uint8).view(row.code_dtype)
+    scales = (rows, cols // BLOCK) if row.blocked else (rows, 1)
+    return jnp.asarray(codes), jnp.asarray(rng.random(scales, dtype=np.float32))
 
 
 def interleaved(calls: dict[str, Call], rounds: int, *, at_most: float = float("inf")) -> dict[str, float]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from _llama import Shape, decode_step, make_cache, make_params
 from _rivals import rivals
-from _timing import FORMATS, Call, interleaved, random_storage, write_json
+from _timing import FORMATS, MORE, Call, interleaved, random_storage, write_json
 
 from eformer._kernels import cpu, qmatmul
 from eformer._kernels.cpu import ISAS
@@ -153,8 +153,13 @@ def decode(formats: tuple[str, ...], rounds: int, tokens: int = 8) -> dict[str, 
 def style(name: str) -> dict[str, Any]:
     """Formats have a colour each, solid when native and dotted when tiled; what they are compared with is grey."""
     fmt, _, path = name.partition(" ")
-    if fmt in FORMATS:
-        return {"color": f"C{FORMATS.index(fmt)}", "ls": "-" if path == "native" else ":", "marker": "o", "ms": 3}
+    if fmt in (*FORMATS, *MORE):
+        return {
+            "color": f"C{(*FORMATS, *MORE).index(fmt)}",
+            "ls": "-" if path == "native" else ":",
+            "marker": "o",
+            "ms": 3,
+        }
     others = ("dense f32", "dense bf16", "torch int8pack", "torch int4pack", "bitsandbytes nf4")
     place = others.index(name) if name in others else 0
     return {"color": str(0.15 * place), "ls": ("-", "--", "-.", (0, (1, 1)), (0, (5, 1)))[place], "lw": 1}
@@ -192,7 +197,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--m", type=int, nargs="+")
     parser.add_argument("--forms", nargs="+", choices=("dot", "axpy"))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of the activations")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MORE), default=(*FORMATS, *MORE))
     parser.add_argument("--isa", choices=[name for name in ISAS.values() if name != "none"], help="force one")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=10.0, help="stop the rounds of one table cell after these")

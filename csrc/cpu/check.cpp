@@ -40,22 +40,29 @@ namespace {
 
 ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t batch, Matrix& d) {
   if (a.form < 0 || a.form > 1) return invalid("form=", a.form, " is unknown; 0 dot, 1 axpy.");
-  if (a.fmt < 0 || a.fmt > 3) return invalid("fmt=", a.fmt, " is unknown; 0 nf4, 1 int8, 2 ternary, 3 binary.");
-  d.format = static_cast<Format>(a.fmt);
-  const bool nf4 = d.format == Format::nf4;
-  const auto type = d.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
+  if (a.fmt < 0 || a.fmt >= format_count)
+    return invalid("fmt=", a.fmt, " is unknown; formats are numbered from 0 to ", format_count - 1, ".");
+  const Format format = static_cast<Format>(a.fmt);
+  const bool four_bits = format == Format::nf4 || (format >= Format::int4 && format <= Format::fp4);
+  const bool fp8_rows = format == Format::fp8_e4m3 || format == Format::fp8_e5m2;
+  const bool in_blocks = four_bits || blocked(format);
+  d.table = four_bits && format != Format::nf4 ? static_cast<int>(a.fmt) - static_cast<int>(Format::int4) + 1 : 0;
+  d.format = four_bits ? Format::nf4 : fp8_rows ? static_cast<Format>(a.fmt + 2) : format;
+  const bool is_signed = format == Format::int8 || format == Format::int8_block;
+  const auto type = is_signed ? ffi::DataType::S8 : ffi::DataType::U8;
   const auto dims = codes.dimensions();
-  if (codes.element_type() != type || static_cast<int64_t>(dims.size()) != batch + (nf4 ? 3 : 2))
-    return invalid("codes ", show(codes), " must be ", type, " of rank ", batch + (nf4 ? 3 : 2), ".");
+  if (codes.element_type() != type || static_cast<int64_t>(dims.size()) != batch + (in_blocks ? 3 : 2))
+    return invalid("codes ", show(codes), " must be ", type, " of rank ", batch + (in_blocks ? 3 : 2), ".");
   if (a.cols < 0 || a.block < 0) return invalid("cols=", a.cols, " and block=", a.block, " must not be negative.");
   d.rows = dims[batch];
   d.cols = a.cols;
-  d.block = nf4 ? a.block : 0;
+  constexpr int64_t any_group = 4096;  // no group of columns is cut by the end of a single block that reaches so far
+  d.block = in_blocks ? a.block : fp8_rows ? (a.cols / any_group + 1) * any_group : 0;
   d.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  if (nf4) {
-    if (a.block < 2 || a.block % 2 || dims[batch + 1] != d.blocks() || dims[batch + 2] * 2 != a.block)
-      return invalid("nf4 codes ", show(codes), " do not hold ", a.cols, " columns in blocks of ", a.block, ".");
-    d.row_bytes = d.blocks() * a.block / 2;
+  if (in_blocks) {
+    if (a.block < 2 || a.block % 2 || dims[batch + 1] != d.blocks() || dims[batch + 2] * per_byte(d.format) != a.block)
+      return invalid("codes ", show(codes), " do not hold ", a.cols, " columns in blocks of ", a.block, ".");
+    d.row_bytes = d.blocks() * a.block / per_byte(d.format);
   } else {
     d.row_bytes = (a.cols + per_byte(d.format) - 1) / per_byte(d.format);
     if (dims[batch + 1] != d.row_bytes) return invalid("codes ", show(codes), " do not hold ", a.cols, " columns.");
@@ -64,15 +71,16 @@ ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t
 }
 
 ffi::Error check_scale(const ffi::AnyBuffer& scale, const ffi::AnyBuffer& codes, int64_t batch, Matrix& d) {
-  const bool nf4 = d.format == Format::nf4;
-  if (!nf4 && scale.element_count() == 0) return ffi::Error::Success();
+  const bool in_blocks = blocked(d.format);
+  if (!in_blocks && scale.element_count() == 0) return ffi::Error::Success();
   const auto type = float_type(scale);
   const auto dims = scale.dimensions();
   if (!type || static_cast<int64_t>(dims.size()) != batch + 2 || (batch && dims[0] != codes.dimensions()[0]))
     return invalid("scale ", show(scale), " must be f32, bf16 or f16 with the batch axes of codes ", show(codes), ".");
   const int64_t rows = dims[batch], cols = dims[batch + 1];
-  const int64_t full = nf4 ? d.blocks() : d.cols;
-  const bool fits = nf4 ? rows == d.rows && cols == full : (rows == d.rows || rows == 1) && (cols == full || cols == 1);
+  const int64_t full = in_blocks ? d.blocks() : d.cols;
+  const bool fits = in_blocks ? rows == d.rows && cols == full
+                              : (rows == d.rows || rows == 1) && (cols == full || cols == 1);
   if (!fits) return invalid("scale ", show(scale), " does not fit D of ", d.rows, " rows and ", full, " scales a row.");
   d.scale.data = scale.untyped_data();
   d.scale.type = *type;

@@ -43,10 +43,12 @@ template <>
 struct Decoder<Format::nf4> : Interleaved {
   static constexpr Format format = Format::nf4;
   static constexpr int per_dword = 8;
-  Table16 table = Table16::of(nf4_codebook);
+  Table16 table;
 
+  explicit INLINE Decoder(int which) : table(Table16::of(codebooks[which])) {}
+  explicit INLINE Decoder(Table16 table) : table(table) {}
   // The same with every value multiplied by s: one multiplication for a whole group of columns.
-  INLINE Decoder times(float s) const { return {{}, table.times(s)}; }
+  INLINE Decoder times(float s) const { return Decoder(table.times(s)); }
   static INLINE I group(const uint8_t* p) { return widen_u16(p); }
   template <int J>
   INLINE F value(I bits) const { return table.at(shift_right<start_of<4>(J)>(bits)); }
@@ -59,6 +61,7 @@ struct Decoder<Format::ternary> : Interleaved {
   static constexpr float meaning[4] = {-1, 0, 1, 2};
   Table4 table = Table4::of(meaning);
 
+  explicit INLINE Decoder(int) {}
   static INLINE I group(const uint8_t* p) { return widen_u8(p); }
   template <int J>
   INLINE F value(I bits) const { return table.at(shift_right<start_of<2>(J)>(bits)); }
@@ -69,6 +72,7 @@ struct Decoder<Format::binary> : Interleaved {
   static constexpr Format format = Format::binary;
   static constexpr int per_dword = 32;
 
+  explicit INLINE Decoder(int) {}
   static INLINE I group(const uint8_t* p) { return widen_u4(p); }
   // The bit becomes the sign of -1 and is then turned around.
   template <int J>
@@ -89,11 +93,35 @@ struct Decoder<Format::int8> {
   static constexpr int order(int j, int lane) { return lanes * j + lane; }
   static INLINE void sort(F (&)[4]) {}
 
+  explicit INLINE Decoder(int) {}
   static INLINE Group group(const uint8_t* p) { return p; }
   template <int J>
   INLINE F value(Group p) const { return widen_i8(p + J * lanes); }
   template <int J>
   INLINE F value(I bits) const { return signed_byte<J>(bits); }
+};
+
+// Formats of one byte in blocks: a lane holds 4 neighbours, so that it has one scale.
+template <Format kind>
+struct Bytes : Interleaved {
+  static constexpr Format format = kind;
+  static constexpr int per_dword = 4;
+
+  static INLINE I group(const uint8_t* p) { return load_bits(p); }
+};
+
+template <>
+struct Decoder<Format::int8_block> : Bytes<Format::int8_block> {
+  explicit INLINE Decoder(int) {}
+  template <int J>
+  INLINE F value(I bits) const { return signed_byte<J>(bits); }
+};
+
+// The same where a block is one group or more, which has one scale: in the order of INT8, whose values come out quicker.
+struct WholeInt8 : Decoder<Format::int8> {
+  static constexpr Format format = Format::int8_block;
+  static constexpr int finest = group_columns;
+  using Decoder<Format::int8>::Decoder;
 };
 
 // Puts the columns of a group in memory in their order.

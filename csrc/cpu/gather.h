@@ -29,11 +29,11 @@ class RowGather {
     const Matrix& d = g.d;
     const int64_t at = max(0, min(g.indices[i], d.rows - 1));
     const int64_t first = at * d.scale.row_stride;
-    // A row of NF4 has one factor per block even where it is a single block, whose scale has no second stride.
-    const bool varies = d.scale.data && (format == Format::nf4 || d.scale.col_stride);
+    // A row of blocks has one factor per block even where it is a single block, whose scale has no second stride.
+    const bool varies = d.scale.data && (blocked(format) || d.scale.col_stride);
     if (varies) read_row(d.scale.data, d.scale.type, first, d.block ? d.blocks() : d.cols, nullptr, factors);
-    Weights w{format, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks()};
-    if (format == Format::nf4) w.per_block = factors;
+    Weights w{format, d.table, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks()};
+    if (blocked(format)) w.per_block = factors;
     for (int64_t n = 0; n < d.cols; n += group_columns) {
       F value[4];
       GroupReader<format>(w, n).read(0, value);
@@ -41,7 +41,7 @@ class RowGather {
       for (int j = 0; j < 4; ++j) store(values + n + j * lanes, value[j]);
     }
     const float everywhere = d.scale.data && !varies ? load_as_f32(d.scale.data, d.scale.type, first) : 1;
-    write_row(values, d.cols, varies && format != Format::nf4 ? factors : nullptr, everywhere, g.out, g.type, i * d.cols);
+    write_row(values, d.cols, varies && !blocked(format) ? factors : nullptr, everywhere, g.out, g.type, i * d.cols);
   }
 };
 

@@ -54,7 +54,7 @@ class Gemm {
         stage_codes(w, n, s, w.codes + next_n * w.row_bytes + next_k / per_byte(format), stage);
         for (int64_t k0 = s; k0 < min(s + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
-          if constexpr (format == Format::nf4) stage_scales(w, n, k0, count, stage);
+          if constexpr (blocked(format)) stage_scales(w, n, k0, count, stage);
           decode_dot(w, stage, s, k0, count, typename Engine::Sink{panel});
           multiply(n, k0, count);
         }

@@ -1,9 +1,9 @@
-// Reading groups of columns of one row, scaled where the format has a scale inside the row (NF4).
+// Reading groups of columns of one row, scaled where the format has scales inside the row.
 #pragma once
 
 #include <cstring>
 
-#include "formats.h"
+#include "fp8.h"
 #include "weights.h"
 
 namespace eformer::EFORMER_ISA {
@@ -14,9 +14,9 @@ class GroupReader {
  public:
   static constexpr int bytes = group_bytes<format>;
 
-  GroupReader(const Weights& w, int64_t first) : w_(w), byte_(first / per_byte(format)) {
+  GroupReader(const Weights& w, int64_t first) : w_(w), decoder_(w.table), byte_(first / per_byte(format)) {
     available_ = w.row_bytes - byte_;
-    if constexpr (format == Format::nf4) {
+    if constexpr (blocked(format)) {
       base_ = first / w.block;
       one_block_ = base_ == (min(first + group_columns, w.cols) - 1) / w.block;
       if (one_block_) return;
@@ -39,11 +39,15 @@ class GroupReader {
       from = padded;
     }
     const auto group = decoder_.group(from);
-    if constexpr (format == Format::nf4) {
+    if constexpr (blocked(format)) {
       const float* scales = w_.per_block + row * w_.blocks + base_;
       if (one_block_) [[likely]] {
-        const auto scaled = decoder_.times(*scales);
-        unroll<4>([&]<int J>() { value[J] = scaled.template value<J>(group); });
+        if constexpr (format == Format::nf4) {
+          const auto scaled = decoder_.times(*scales);
+          unroll<4>([&]<int J>() { value[J] = scaled.template value<J>(group); });
+        } else {
+          unroll<4>([&]<int J>() { value[J] = mul(decoder_.template value<J>(group), broadcast(*scales)); });
+        }
         return;
       }
       float each[group_columns];
@@ -56,13 +60,13 @@ class GroupReader {
 
  private:
   const Weights& w_;
-  const Decoder<format> decoder_{};
+  const Decoder<format> decoder_;
   const int64_t byte_;
   int64_t available_;
-  // NF4: the block of the first column, whether all columns share it, and if not where the others are.
+  // With blocks: the one of the first column, whether all columns share it, and if not where the others are.
   int64_t base_ = 0;
   bool one_block_ = true;
-  int32_t offset_[format == Format::nf4 ? group_columns : 1];
+  int32_t offset_[blocked(format) ? group_columns : 1];
 };
 
 }  // namespace eformer::EFORMER_ISA

@@ -6,6 +6,7 @@
 #endif
 #include "engine_fma.h"
 #include "encode.h"
+#include "fp8.h"
 #include "gather.h"
 #include "gemm.h"
 #include "plain.h"
@@ -25,7 +26,7 @@ void panels(const Product& p, Runtime& runtime) {
 
 // Whether x enters the product as the bf16 values it holds, without a scale folded into it.
 [[maybe_unused]] bool exact_bf16(const Product& p) {
-  const bool folded = p.d.format != Format::nf4 && (p.form == Form::dot ? p.d.scale.col_stride : p.d.scale.row_stride);
+  const bool folded = !blocked(p.d.format) && (p.form == Form::dot ? p.d.scale.col_stride : p.d.scale.row_stride);
   return p.x_type == Type::bf16 && !folded;
 }
 
@@ -41,6 +42,10 @@ void product(const Product& p, Runtime& runtime) {
     using Wide = SmallDot<WideNf4, 4>;
     if (Wide::takes(p)) return Wide::run(p, runtime);
   }
+  if constexpr (format == Format::int8_block) {
+    using Whole = SmallDot<WholeInt8, 4>;
+    if (Whole::takes(p)) return Whole::run(p, runtime);
+  }
   using Narrow = SmallDot<Decoder<format>, 4>;
   if (Narrow::takes(p)) return Narrow::run(p, runtime);
   if (SmallAxpy<format>::takes(p)) return SmallAxpy<format>::run(p, runtime);
@@ -50,7 +55,7 @@ void product(const Product& p, Runtime& runtime) {
   if constexpr (format == Format::nf4) {
     constexpr int64_t rows_that_pay = 20;
     if (exact_bf16(p) && p.m > rows_that_pay) return panels<AmxEngine<1, 3>, format>(p, runtime);
-  } else {
+  } else if constexpr (!blocked(format)) {
     return exact_bf16(p) ? panels<AmxEngine<1, 1>, format>(p, runtime) : panels<AmxEngine<3, 1>, format>(p, runtime);
   }
 #endif
@@ -59,12 +64,16 @@ void product(const Product& p, Runtime& runtime) {
 
 // At most gemm_rows rows of x.
 void some_rows(const Product& p, Runtime& runtime) {
-  if (p.d.format != Format::nf4 && p.d.scale.row_stride && p.d.scale.col_stride) return plain(p, runtime);
+  if (!blocked(p.d.format) && p.d.scale.row_stride && p.d.scale.col_stride) return plain(p, runtime);
   switch (p.d.format) {
     case Format::nf4: return product<Format::nf4>(p, runtime);
     case Format::int8: return product<Format::int8>(p, runtime);
     case Format::ternary: return product<Format::ternary>(p, runtime);
     case Format::binary: return product<Format::binary>(p, runtime);
+    case Format::int8_block: return product<Format::int8_block>(p, runtime);
+    case Format::fp8_e4m3_block: return product<Format::fp8_e4m3_block>(p, runtime);
+    case Format::fp8_e5m2_block: return product<Format::fp8_e5m2_block>(p, runtime);
+    default: return;  // stands for one of these: see check_codes
   }
 }
 
@@ -86,6 +95,10 @@ void gather(const Gather& g, Runtime& runtime) {
     case Format::int8: return RowGather<Format::int8>::run(g, runtime);
     case Format::ternary: return RowGather<Format::ternary>::run(g, runtime);
     case Format::binary: return RowGather<Format::binary>::run(g, runtime);
+    case Format::int8_block: return RowGather<Format::int8_block>::run(g, runtime);
+    case Format::fp8_e4m3_block: return RowGather<Format::fp8_e4m3_block>::run(g, runtime);
+    case Format::fp8_e5m2_block: return RowGather<Format::fp8_e5m2_block>::run(g, runtime);
+    default: return;
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "formats.h"
+#include "fp8.h"
 #include "groups.h"
 #include "weights.h"
 
@@ -26,7 +26,7 @@ struct DotStage {
   // Contracted indices per stage. Transposing pays from 16 dwords on, a cache line of codes.
   static constexpr int span = per_dword * 16 > depth ? per_dword * 16 : depth;
   static constexpr int dwords = span / per_dword;
-  static constexpr int most_blocks = format == Format::nf4 ? depth / 2 + 1 : 0;  // NF4 blocks a panel can touch
+  static constexpr int most_blocks = blocked(format) ? depth / 2 + 1 : 0;  // blocks a panel can touch
 
   alignas(64) uint32_t bits[dwords * tile + 1];  // one more, to be read at any byte
   alignas(64) uint8_t padded[tile * dwords * 4];
@@ -57,9 +57,9 @@ inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t*
   }
 }
 
-// Fills stage.scales, [block][output], for the NF4 blocks that k0 ... k0 + count - 1 touch.
-template <int depth>
-inline void stage_scales(const Weights& w, int64_t n0, int64_t k0, int64_t count, DotStage<Format::nf4, depth>& stage) {
+// Fills stage.scales, [block][output], for the blocks that k0 ... k0 + count - 1 touch.
+template <Format format, int depth>
+inline void stage_scales(const Weights& w, int64_t n0, int64_t k0, int64_t count, DotStage<format, depth>& stage) {
   const int64_t first = k0 / w.block, blocks = (k0 + count - 1) / w.block - first + 1;
   const int64_t outputs = min(tile, w.rows - n0);
   for (int64_t n = 0; n < outputs; ++n) {
@@ -74,24 +74,24 @@ inline void decode_dot(const Weights& w, const DotStage<format, depth>& stage, i
                        int64_t count, const Sink& sink) {
   constexpr int per_dword = Decoder<format>::per_dword;
   constexpr int vectors = registers == 32 ? 4 : 2;  // side by side, so that their latencies overlap
-  const Decoder<format> decoder{};
+  const Decoder<format> decoder(w.table);
   for (int n = 0; n < tile; n += vectors * lanes) {
     const uint32_t* bits = stage.bits + (k0 - stage_k) / per_dword * tile + n;
     const float* scales = stage.scales + n;
-    int64_t left = format == Format::nf4 ? w.block - k0 % w.block : 0;
+    int64_t left = blocked(format) ? w.block - k0 % w.block : 0;
     for (int64_t k = 0; k < count; k += per_dword, bits += tile) {
       I g[vectors];
       for (int v = 0; v < vectors; ++v) g[v] = load_bits(bits + v * lanes);
       unroll<per_dword / 2>([&]<int P>() {
         for (int v = 0; v < vectors; ++v) {
           F even = decoder.template value<2 * P>(g[v]), odd = decoder.template value<2 * P + 1>(g[v]);
-          if constexpr (format == Format::nf4) {
+          if constexpr (blocked(format)) {
             const F s = load(scales + v * lanes);
             even = mul(even, s), odd = mul(odd, s);
           }
           sink.put(k + 2 * P, n + v * lanes, even, odd);
         }
-        if constexpr (format == Format::nf4) {
+        if constexpr (blocked(format)) {
           if ((left -= 2) == 0) scales += tile, left = w.block;  // blocks are even
         }
       });

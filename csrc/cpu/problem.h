@@ -10,7 +10,12 @@
 
 namespace eformer {
 
-enum class Format : int64_t { nf4, int8, ternary, binary };
+// In the order of the table in _kernels/formats.py. Formats of four bits are nf4 with another table; an fp8 without
+// blocks is one with a single block per row. The kernels know the others.
+enum class Format : int64_t {
+  nf4, int8, ternary, binary, int4, iq4_nl, fp4, int8_block, fp8_e4m3, fp8_e5m2, fp8_e4m3_block, fp8_e5m2_block
+};
+constexpr int64_t format_count = 12;
 enum class Form : int64_t { dot, axpy };
 enum class Type : int64_t { f32, bf16, f16 };
 
@@ -20,14 +25,19 @@ constexpr size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 constexpr int64_t per_byte(Format format) {
   switch (format) {
     case Format::nf4: return 2;
-    case Format::int8: return 1;
     case Format::ternary: return 4;
     case Format::binary: return 8;
+    default: return 1;
   }
-  return 1;
 }
 
-// One factor per element of D (per block of columns in NF4), repeated along an axis whose stride is 0.
+// Is there a scale per block of columns?
+constexpr bool blocked(Format format) {
+  return format == Format::nf4 || format == Format::int8_block || format == Format::fp8_e4m3_block ||
+         format == Format::fp8_e5m2_block;
+}
+
+// One factor per element of D (per block of columns where there are blocks), repeated along an axis whose stride is 0.
 // `data` is null when there is no scale.
 struct Scale {
   const void* data = nullptr;
@@ -38,11 +48,12 @@ struct Scale {
 
 struct Matrix {
   Format format;
+  int table;  // nf4: which table of 16 values
   const uint8_t* codes;
   Scale scale;
   int64_t rows;
   int64_t cols;
-  int64_t block;      // NF4: columns per scale, even; otherwise 0
+  int64_t block;      // columns per scale, even; 0 without blocks
   int64_t row_bytes;  // distance of two rows of codes
 
   int64_t blocks() const { return block ? (cols + block - 1) / block : 0; }

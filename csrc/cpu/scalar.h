@@ -69,21 +69,36 @@ inline void store_from_f32(void* data, Type type, int64_t i, float value) {
   }
 }
 
-inline constexpr float nf4_codebook[16] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+// What the codes of the formats of four bits stand for.
+inline constexpr float codebooks[4][16] = {
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+     -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+     0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},                       // nf4
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},                                     // int4
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},                   // iq4_nl
+    {0.0f, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6}};                    // fp4
+inline constexpr const float* nf4_codebook = codebooks[0];
+
+inline float from_e5m2(uint8_t bits) { return from_f16(static_cast<uint16_t>(bits << 8)); }
+
+inline float from_e4m3(uint8_t bits) {
+  if ((bits & 0x7f) == 0x7f) return bit_cast<float>(0x7fc00000u);
+  return 256 * from_f16(static_cast<uint16_t>((bits & 0x80) << 8 | (bits & 0x7f) << 7));
+}
 
 // The value of one code, before any scale.
-inline float value_of(Format format, const uint8_t* row, int64_t col) {
-  switch (format) {
-    case Format::nf4: return nf4_codebook[row[col / 2] >> (col % 2 ? 0 : 4) & 15];
-    case Format::int8: return static_cast<float>(static_cast<int8_t>(row[col]));
+inline float value_of(const Matrix& d, const uint8_t* row, int64_t col) {
+  switch (d.format) {
+    case Format::nf4: return codebooks[d.table][row[col / 2] >> (col % 2 ? 0 : 4) & 15];
+    case Format::fp8_e4m3_block: return from_e4m3(row[col]);
+    case Format::fp8_e5m2_block: return from_e5m2(row[col]);
+    case Format::int8:
+    case Format::int8_block: return static_cast<float>(static_cast<int8_t>(row[col]));
     case Format::ternary: return static_cast<float>((row[col / 4] >> (6 - col % 4 * 2) & 3) - 1);
     case Format::binary: return row[col / 8] >> (7 - col % 8) & 1 ? 1.0f : -1.0f;
+    default: return 0;
   }
-  return 0;
 }
 
 inline float scale_at(const Matrix& d, int64_t row, int64_t col) {
@@ -93,7 +108,7 @@ inline float scale_at(const Matrix& d, int64_t row, int64_t col) {
 }
 
 inline float decoded(const Matrix& d, int64_t row, int64_t col) {
-  return value_of(d.format, d.codes + row * d.row_bytes, col) * scale_at(d, row, col);
+  return value_of(d, d.codes + row * d.row_bytes, col) * scale_at(d, row, col);
 }
 
 }  // namespace eformer::EFORMER_ISA

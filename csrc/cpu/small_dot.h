@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "formats.h"
+#include "fp8.h"
 #include "memory.h"
 #include "rows.h"
 #include "weights.h"
@@ -17,7 +17,7 @@ class SmallDot {
   // A group needs one scale, or a power of two of them that does not cut the columns of a lane.
   static bool takes(const Product& p) {
     const bool fits = p.form == Form::dot && p.m <= most_rows;
-    if constexpr (!nf4) return fits;
+    if constexpr (!in_blocks) return fits;
     const int64_t block = p.d.block;
     return fits && (block % D::columns == 0 || (D::columns % block == 0 && block >= D::finest));
   }
@@ -40,13 +40,13 @@ class SmallDot {
   }
 
  private:
-  static constexpr bool nf4 = D::format == Format::nf4;
+  static constexpr bool in_blocks = blocked(D::format);
   static constexpr int bytes = D::columns / static_cast<int>(per_byte(D::format));
 
-  // The NF4 blocks that groups of columns begin with, one group after the other and without a division.
+  // The blocks that groups of columns begin with, one group after the other and without a division.
   struct Blocks {
     explicit Blocks(int64_t block)
-        : per_group(nf4 ? max(1, D::columns / block) : 1), groups(nf4 ? max(1, block / D::columns) : 1), left(groups) {}
+        : per_group(in_blocks ? max(1, D::columns / block) : 1), groups(in_blocks ? max(1, block / D::columns) : 1), left(groups) {}
     INLINE void next() {
       if (--left == 0) first += per_group, left = groups;
     }
@@ -92,7 +92,7 @@ class SmallDot {
     for (int c = 0; c < step; ++c) {
       const int64_t row = min(n + c, w.rows - 1);
       codes[c] = w.codes + row * w.row_bytes;
-      scales[c] = nf4 ? w.per_block + row * w.blocks : nullptr;
+      scales[c] = in_blocks ? w.per_block + row * w.blocks : nullptr;
     }
     // Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later.
     const int64_t stretch = step * w.row_bytes, ahead = max(1, 32768 / stretch) * stretch;
@@ -102,6 +102,7 @@ class SmallDot {
     for (int i = 0; i < m; ++i)
       for (int c = 0; c < step; ++c) acc[i][c] = zero();
     const int64_t whole = min(w.cols / D::columns, max(0, w.row_bytes - D::overread) / bytes);
+    const D decoder(w.table);
     const uint8_t* at[step];
     int64_t g = 0;
     for (; g < whole; ++g, blocks.next()) {
@@ -109,7 +110,7 @@ class SmallDot {
         at[c] = codes[c] + g * bytes;
         __builtin_prefetch(at[c] + ahead, 0, 2);
       }
-      group<m, step>(g, at, scales, blocks.first, spread, acc);
+      group<m, step>(decoder, g, at, scales, blocks.first, spread, acc);
     }
     for (; g * D::columns < w.cols; ++g, blocks.next()) {
       uint8_t rest[step][bytes + D::overread] = {};
@@ -117,8 +118,8 @@ class SmallDot {
         std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, w.row_bytes - g * bytes));
         at[c] = rest[c];
       }
-      const Spread existing(blocks.per_group, nf4 ? min(blocks.per_group, w.blocks - blocks.first) : 1);
-      group<m, step>(g, at, scales, blocks.first, existing, acc);
+      const Spread existing(blocks.per_group, in_blocks ? min(blocks.per_group, w.blocks - blocks.first) : 1);
+      group<m, step>(decoder, g, at, scales, blocks.first, existing, acc);
     }
     for (int i = 0; i < m; ++i)
       for (int c = 0; c < step; ++c) sums[i][c] = sum(acc[i][c]);
@@ -126,20 +127,19 @@ class SmallDot {
 
   // Adds group g of `step` rows of D times m rows of x.
   template <int m, int step>
-  INLINE void group(int64_t g, const uint8_t* const (&at)[step], const float* const (&scales)[step],
+  INLINE void group(const D& decoder, int64_t g, const uint8_t* const (&at)[step], const float* const (&scales)[step],
                     int64_t block, const Spread& spread, F (&acc)[m][step]) const {
     const float* xg = x + g * D::columns;
-    const D decoder{};
     typename D::Group bits[step];
     for (int c = 0; c < step; ++c) bits[c] = decoder.group(at[c]);
-    F part[m][step];  // NF4: the scales of a group multiply its sum, lane by lane
+    F part[m][step];  // with blocks: the scales of a group multiply its sum, lane by lane
     unroll<D::values>([&]<int J>() {
       F value[step];
       for (int c = 0; c < step; ++c) value[c] = decoder.template value<J>(bits[c]);
       for (int i = 0; i < m; ++i) {
         const F xi = load(xg + i * padded + J * lanes);
         for (int c = 0; c < step; ++c) {
-          if constexpr (!nf4) {
+          if constexpr (!in_blocks) {
             acc[i][c] = fma(value[c], xi, acc[i][c]);
           } else {
             part[i][c] = J == 0 ? mul(value[c], xi) : fma(value[c], xi, part[i][c]);
@@ -147,7 +147,7 @@ class SmallDot {
         }
       }
     });
-    if constexpr (nf4) {
+    if constexpr (in_blocks) {
       for (int c = 0; c < step; ++c) {
         const F s = spread(scales[c] + block);
         for (int i = 0; i < m; ++i) acc[i][c] = fma(part[i][c], s, acc[i][c]);

@@ -9,11 +9,12 @@ namespace eformer::EFORMER_ISA {
 
 struct Weights {
   Format format;
+  int table;
   Form form;
   const uint8_t* codes;
   int64_t row_bytes, rows, cols;
-  int64_t block, blocks;                // NF4
-  const float* per_block = nullptr;     // NF4: (rows, blocks)
+  int64_t block, blocks;
+  const float* per_block = nullptr;     // (rows, blocks)
   const float* along_k = nullptr;       // one per contracted index: goes into x
   const float* along_n = nullptr;       // one per output: applied at the end
   float everywhere = 1;                 // applied at the end
@@ -35,7 +36,7 @@ inline Slot<float> reserve_scale(Layout& layout, const Matrix& d) {
 
 inline Weights weights_of(const Product& p, float* converted) {
   const Matrix& d = p.d;
-  Weights w{d.format, p.form, d.codes, d.row_bytes, d.rows, d.cols, d.block, d.blocks()};
+  Weights w{d.format, d.table, p.form, d.codes, d.row_bytes, d.rows, d.cols, d.block, d.blocks()};
   if (!d.scale.data) return w;
   const float* scale = static_cast<const float*>(d.scale.data);
   if (d.scale.type != Type::f32) {
@@ -44,7 +45,7 @@ inline Weights weights_of(const Product& p, float* converted) {
     scale = converted;
   }
   const bool by_row = d.scale.row_stride != 0, by_col = d.scale.col_stride != 0;
-  if (d.format == Format::nf4) {
+  if (blocked(d.format)) {
     w.per_block = scale;
   } else if (by_row || by_col) {  // not both: a scale per element is left to `plain`
     (by_row == (p.form == Form::dot) ? w.along_n : w.along_k) = scale;

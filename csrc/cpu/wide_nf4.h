@@ -1,4 +1,4 @@
-// NF4 in groups of 8 * lanes columns, for kernels that do so little with a value that decoding it is what takes time.
+// Four bits in groups of 8 * lanes columns, for kernels that do so little with a value that decoding it is what takes time.
 #pragma once
 
 #include <bit>
@@ -22,12 +22,20 @@ struct WideNf4 {
   struct Bytes {
     alignas(32) uint8_t of[4][32];
   };
-  static constexpr Bytes tables = [] {
-    Bytes t{};
-    for (int i = 0; i < 32; ++i)
-      for (int b = 0; b < 4; ++b) t.of[b][i] = static_cast<uint8_t>(std::bit_cast<uint32_t>(nf4_codebook[i % 16]) >> 8 * b);
+  struct Tables {
+    Bytes table[4];
+  };
+  static constexpr Tables tables = [] {
+    Tables t{};
+    for (int which = 0; which < 4; ++which)
+      for (int i = 0; i < 32; ++i)
+        for (int b = 0; b < 4; ++b)
+          t.table[which].of[b][i] = static_cast<uint8_t>(std::bit_cast<uint32_t>(codebooks[which][i % 16]) >> 8 * b);
     return t;
   }();
+  const Bytes& table;
+
+  explicit INLINE WideNf4(int which) : table(tables.table[which]) {}
 
   INLINE Group group(const uint8_t* p) const {
     const I bits = load_bits(p), low_half = _mm256_set1_epi8(15);
@@ -40,9 +48,9 @@ struct WideNf4 {
   INLINE F value(const Group& g) const { return g.value[J]; }
 
  private:
-  static INLINE void join(I codes, F* to) {
+  INLINE void join(I codes, F* to) const {
     I b[4];
-    for (int i = 0; i < 4; ++i) b[i] = _mm256_shuffle_epi8(load_bits(tables.of[i]), codes);
+    for (int i = 0; i < 4; ++i) b[i] = _mm256_shuffle_epi8(load_bits(table.of[i]), codes);
     const I low = _mm256_unpacklo_epi8(b[0], b[1]), low2 = _mm256_unpacklo_epi8(b[2], b[3]);
     const I high = _mm256_unpackhi_epi8(b[0], b[1]), high2 = _mm256_unpackhi_epi8(b[2], b[3]);
     to[0] = as_floats(_mm256_unpacklo_epi16(low, low2));
@@ -64,8 +72,9 @@ struct WideNf4 {
   struct Group {
     I bytes[4];
   };
-  Table16 table = Table16::of(nf4_codebook);
+  Table16 table;
 
+  explicit INLINE WideNf4(int which) : table(Table16::of(codebooks[which])) {}
   INLINE Group group(const uint8_t* p) const {
     return {{load_bits(p), load_bits(p + 1), load_bits(p + 2), load_bits(p + 3)}};
   }

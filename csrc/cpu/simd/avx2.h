@@ -38,6 +38,8 @@ INLINE I add_bits(I a, I b) { return _mm256_add_epi32(a, b); }
 INLINE I larger(I a, I b) { return _mm256_max_epu32(a, b); }
 // v + (a > b)
 INLINE I add_if_greater(I v, F a, F b) { return _mm256_sub_epi32(v, as_bits(_mm256_cmp_ps(a, b, _CMP_GT_OQ))); }
+// yes where a < b, as signed numbers, else no
+INLINE F where_less(I a, I b, F yes, F no) { return _mm256_blendv_ps(no, yes, as_floats(_mm256_cmpgt_epi32(b, a))); }
 INLINE uint32_t largest(I v) {
   __m128i m = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));

@@ -36,6 +36,8 @@ INLINE I larger(I a, I b) { return _mm512_max_epu32(a, b); }
 INLINE I add_if_greater(I v, F a, F b) {
   return _mm512_mask_add_epi32(v, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), v, broadcast_bits(1));
 }
+// yes where a < b, as signed numbers, else no
+INLINE F where_less(I a, I b, F yes, F no) { return _mm512_mask_mov_ps(no, _mm512_cmplt_epi32_mask(a, b), yes); }
 INLINE uint32_t largest(I v) { return _mm512_reduce_max_epu32(v); }
 // Lanes below 16, two to a byte, the first in the high half.
 INLINE void store_nibbles(uint8_t* p, I v) {

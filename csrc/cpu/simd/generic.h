@@ -42,6 +42,11 @@ INLINE I add_bits(I a, I b) { return a + b; }
 INLINE I larger(I a, I b) { return a > b ? a : b; }
 // v + (a > b)
 INLINE I add_if_greater(I v, F a, F b) { return v - bit_cast<I>(a > b); }
+// yes where a < b, as signed numbers, else no
+INLINE F where_less(I a, I b, F yes, F no) {
+  using Ints = int32_t __attribute__((vector_size(16)));
+  return bit_cast<Ints>(a) < bit_cast<Ints>(b) ? yes : no;
+}
 INLINE uint32_t largest(I v) {
   const I pair = larger(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
   return pair[0] > pair[1] ? pair[0] : pair[1];

@@ -13,6 +13,7 @@ from formats import references
 
 from eformer._formats.nf4 import codec
 from eformer._kernels import cpu, qgather, qragged_dot
+from eformer._kernels.formats import FORMATS as STORED
 from eformer._kernels.parameters import Problem, product_problem
 from eformer._record import recorder
 
@@ -20,6 +21,7 @@ from ..cases import FORMATS, FORMS, SCALES, make_case, relative_error
 from .calls import FLOAT32_LIMIT, THREADS, isas, poisoned
 
 M = 13
+MORE = (*FORMATS, "int4", "int8_block", "fp8_e4m3_block")
 SIZES = ([3, 0, 4, 1, 5], [0, 0, 13, 0, 0], [2, 1, 0, 0, 1], [0] * 5, [0, 13, 5, 0, 0])
 
 
@@ -40,7 +42,7 @@ def grouped(case, form: str, x, sizes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", MORE)
 def test_groups(fmt: str, form: str, rng: np.random.Generator) -> None:
     """Every instruction set, over poisoned memory, in one program that takes all the sizes."""
     scale = SCALES[fmt][int(rng.integers(len(SCALES[fmt])))]
@@ -102,14 +104,21 @@ def test_grouped_products_agree_with_the_twin(rng: np.random.Generator) -> None:
         assert relative_error(native, np.asarray(twin, np.float64)) < 5e-6
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", MORE)
 def test_lookups(fmt: str, rng: np.random.Generator) -> None:
     for scale, dtype in itertools.product(SCALES[fmt], (jnp.float32, jnp.bfloat16)):
         case = make_case(rng, fmt, 50, 75, block=16, scale=scale)
         indices = rng.integers(0, 50, 33)
         scale_dtype = None if case.scale is None else case.scale.dtype
         lookup = Problem(
-            fmt, "lookup", 75, 16 if fmt == "nf4" else None, np.dtype(dtype), m=33, rows=50, scale_dtype=scale_dtype
+            fmt,
+            "lookup",
+            75,
+            16 if STORED[fmt].blocked else None,
+            np.dtype(dtype),
+            m=33,
+            rows=50,
+            scale_dtype=scale_dtype,
         )
         ways = list(itertools.product(isas(), THREADS[:2]))
 

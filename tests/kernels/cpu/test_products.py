@@ -7,10 +7,11 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from ..cases import FORMATS, FORMS, SCALES, make_case
+from ..cases import FORMATS, FORMS, NIBBLES, SCALES, Case, make_case
 from .calls import FLOAT32_LIMIT, THREADS, Call, compute, errors, isas
 
 SIZES = ((1, 1), (1, 2), (2, 1), (3, 130), (17, 64), (64, 63), (65, 129), (257, 66), (40, 1030), (300, 7), (130, 515))
@@ -145,6 +146,38 @@ def test_values_that_are_not_finite(fmt: str, rng: np.random.Generator) -> None:
         for found in compute([Call(case, form, x, isa) for isa in isas()]):
             assert np.isnan(found[2]).all()
             assert np.isfinite(np.delete(found, 2, axis=0)).all()
+
+
+ONE_BYTE = ("int8_block", "fp8_e4m3_block", "fp8_e5m2_block", "fp8_e4m3", "fp8_e5m2")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", [*NIBBLES, *ONE_BYTE])
+def test_more_formats(fmt: str, form: str, rng: np.random.Generator) -> None:
+    """Formats that share their kernels with another: sizes, blocks, scales and types, each in some combination."""
+    calls = []
+    for i, (rows, cols) in enumerate(SIZES):
+        block, dtype, m = BLOCKS[1 + 5 * i % 12], DTYPES[i % 3], (1, 3, 4, 19, 70)[i % 5]
+        scale = "one" if i % 2 else "row"
+        case = make_case(rng, fmt, rows, cols, block=block, scale=scale, scale_dtype=DTYPES[i // 3 % 3])
+        x = random_x(rng, case, form, m, dtype)
+        calls += [Call(case, form, x, isa, THREADS[(i + isa) % 3], out_dtype=jnp.float32) for isa in isas()]
+    batched = make_case(rng, fmt, 70, 190, batch=(3,))
+    calls += [Call(batched, form, random_x(rng, batched, form, 4), isa) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("fmt", ONE_BYTE[1:])
+def test_every_code_of_fp8(fmt: str) -> None:
+    """Subnormal values, the largest ones, and in a row of their own what is not finite."""
+    kind = ml_dtypes.float8_e4m3fn if "e4m3" in fmt else ml_dtypes.float8_e5m2
+    known = np.arange(256, dtype=np.uint8).view(kind).astype(np.float32)
+    codes = np.arange(256, dtype=np.uint8).reshape((256, 1, 1) if fmt.endswith("block") else (256, 1))
+    codes = np.concatenate([codes, np.zeros_like(codes)], axis=-1)
+    case = Case(fmt, 2, codes, np.ones((256, 1), np.float32), np.stack([known, np.zeros_like(known)], axis=-1))
+    calls = [Call(case, "dot", np.eye(m, 2, dtype=np.float32), isa) for m in (1, 2, 9) for isa in isas()]
+    for found in compute(calls):
+        np.testing.assert_array_equal(found[0], known)
 
 
 def test_an_absent_instruction_set_is_refused(rng: np.random.Generator) -> None:
