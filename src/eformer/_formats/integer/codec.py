@@ -81,9 +81,9 @@ def encode(
     Returns packed codes `lead + trail + (blocks, bytes)`, scales `lead + trail + (blocks,)`, and uint8 zero points of
     the shape of the scales, or None.
 
-    >>> packed, scale, _ = encode(jnp.array([0.0, 0.5, -1.0, 2.0] * 4), axis=-1, bits=4, block_size=16)
+    >>> packed, scale, _ = encode(jnp.array([0.0, 0.5, 1.0, -2.0] * 4), axis=-1, bits=4, block_size=16)
     >>> packed.tolist()[0][:2], scale.tolist()
-    ([134, 192], [-0.25])
+    ([138, 192], [0.25])
     """
     _arguments.check_float(w, "an integer format")
     axis, bits, block_size = _arguments.check_axis(axis, w.ndim), check_bits(bits), check_block_size(block_size)
@@ -169,9 +169,9 @@ def decode(
 ) -> jax.Array:
     """The dense array of storage as `encode` makes it; `size` is the true length of the blocked axis.
 
-    >>> stored = encode(jnp.array([0.0, 0.5, -1.0, 2.0] * 4), axis=-1, bits=4, block_size=16)
+    >>> stored = encode(jnp.array([0.0, 0.5, 1.0, -2.0] * 4), axis=-1, bits=4, block_size=16)
     >>> decode(*stored, None, axis=-1, size=4, bits=4, dtype=jnp.float32)
-    Array([ 0. ,  0.5, -1. ,  2. ], dtype=float32)
+    Array([ 0. ,  0.5,  1. , -2. ], dtype=float32)
     """
     codes = unpacked_codes(packed, bits)
     numbers = (None if a is None else a[..., None] for a in (scale, zero, bias))
