@@ -40,8 +40,10 @@ Materialize it first, or declare on the class how many trailing axes belong toge
 BELOW_DECLARED_CORE = """\
 {name} was sliced below its core rank: its children have ranks {now}, too few for the {core} trailing axes that belong
 together (core_ndim={core}).
-This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or
-materialize it first."""
+This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or let vmap
+see the array and not its parts:
+
+    implicit(jax.vmap(f))(q)"""
 
 MAPPED_CORE = """\
 jax.vmap maps axes of the arrays that {name} stores, and with these in_axes those are not the same axis of the array
@@ -64,13 +66,22 @@ the derivative rule of a function was given the tangent of {name}, a pytree, and
 Functions with such rules (jax.custom_jvp) take arrays apart unless they are called under `implicit`: implicit(f)(x)."""
 
 REFUSED = """\
-Refusing to materialize {array} ({dense_bytes:,} bytes dense) for {primitive} at {where}: the policy is "error".
-Register a handler for {primitive!r} on {type}, call materialize() explicitly, or relax the policy with
-materialization_policy("warn")."""
+Refusing to materialize {array} ({dense_bytes:,} bytes dense){path} for {primitive} at {where}: the policy is "error".
+{cause}
+Otherwise call materialize() explicitly, or relax the policy with materialization_policy("warn")."""
 
 WARNED = """\
-materializing {array} ({dense_bytes:,} bytes dense) for {primitive}: no handler keeps it implicit. Register one, call
-materialize() explicitly, or silence this with materialization_policy("allow") or warn_on_materialize=False."""
+materializing {array} ({dense_bytes:,} bytes dense){path} for {primitive}. {cause}
+Otherwise call materialize() explicitly, or silence this with materialization_policy("allow") or
+warn_on_materialize=False. explain(f)(*args) lists all that a program f materializes."""
+
+FORGOTTEN = "That function does not know {type}: wrap the call in implicit(...), as in implicit(f)(*args)."
+
+NO_HANDLER = "No handler keeps it implicit: register one for {primitive!r} on {type}."
+
+DECLINED = """\
+Handler {handler} returned NotImplemented for {params}.
+Let it cover them, or register another one for {primitive!r} on {type}."""
 
 WRONG_RESULT = """\
 handler {handler} for {primitive} returned {found}, expected {expected}.
@@ -79,6 +90,10 @@ The operands were ({operands})."""
 UNKNOWN_PRIMITIVE = """\
 no JAX primitive is called {name!r}.{hint}
 Pass the primitive object itself if it is your own."""
+
+NOT_A_PRIMITIVE = """\
+{name!r} is a function, and no JAX primitive is called so. Handlers are for the primitives it is made of: {made_of}.
+Register one of those, as in @register("dot_general")."""
 
 UNACCEPTED_PARAMS = """\
 handler {handler} for {primitive} does not accept the parameter{s} {params}.

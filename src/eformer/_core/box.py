@@ -18,7 +18,7 @@ from eformer._jax import jaxprs, primitives
 from eformer._jax.avals import ShapedArray
 
 from . import shape_dtype as _shape_dtype
-from .materialization import dense_for
+from .materialization import OUTSIDE, dense_for
 from .operators import ArrayOperators
 
 box_p = primitives.Primitive("implicit_box")
@@ -39,7 +39,7 @@ def unbox(leaves: Any, treedef: Any) -> Any:
 
 
 def _dense(*leaves: Any, treedef: Any) -> Any:
-    return dense_for("a function outside implicit", unbox(leaves, treedef))
+    return dense_for(OUTSIDE, unbox(leaves, treedef))
 
 
 def _abstract(*avals: Any, treedef: Any) -> Any:

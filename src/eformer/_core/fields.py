@@ -105,9 +105,10 @@ def _tuple_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class StaticData(tuple[Any, ...]):
-    """The static data of an array, as its treedef keeps it; and, no part of the value, which array it was read from."""
+    """The static data of an array, as its treedef keeps it; and, no part of the value, which array and where."""
 
     source: weakref.ref[Any]
+    path: str = ""  # where in a model the array is, for messages
 
     def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
@@ -115,7 +116,7 @@ class StaticData(tuple[Any, ...]):
 
 def static_data_of(q: Any, data: tuple[Any, ...]) -> StaticData:
     static = StaticData(data)
-    static.source = weakref.ref(q)
+    static.source, static.path = weakref.ref(q), getattr(data, "path", "")
     return static
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +33,18 @@ class _State(threading.local):
     primitive: Any = None  # whose operands are being handled
     materializing: Any = None  # the array inside whose materialize() we are
     requested: bool = False  # a dense array was asked for by name
+    declined: tuple[Any, str, dict[str, Any]] | None = None  # the primitive and handler that last gave NotImplemented
     notices: list[Any] | None = None  # where to keep what concerns whoever calls the code being traced
 
 
 state = _State()
+OUTSIDE = "a function outside implicit"
+
+
+def name_array(q: Any, path: str) -> None:
+    """Remember where in a model an array is, for messages. Copies that are rebuilt from its parts remember it too."""
+    jtu.tree_flatten(q)
+    q.__dict__["_aux"].path = path
 
 
 @contextlib.contextmanager
@@ -79,9 +88,10 @@ def _notice(q: Any) -> None:
     facts = _facts(q, q.shape, primitive, where)
     record("materialize", dtype=q.dtype, **facts)
     if policy == "error":
-        raise errors.MaterializationError(_messages.REFUSED.format(**facts))
+        raise errors.MaterializationError(_message(_messages.REFUSED, facts, primitive))
     if warn:
-        kind, primitive, message = type(q), facts["primitive"], _messages.WARNED.format(**facts)
+        message = _message(_messages.WARNED, facts, primitive)
+        kind, primitive = type(q), facts["primitive"]
         if replayed is None and state.notices is not None:
             state.notices.append((kind, primitive, message))
         _warn_once(kind, primitive, message, where)
@@ -95,7 +105,24 @@ def _facts(q: Any, shape: Sequence[int], primitive: Any, where: tuple[str, int])
         "primitive": "an explicit call" if primitive is None else str(primitive),
         "dense_bytes": math.prod(shape) * q.itemsize,
         "where": f"{where[0]}:{where[1]}",
+        "path": getattr(q.__dict__.get("_aux"), "path", ""),
     }
+
+
+def _message(template: str, facts: dict[str, Any], primitive: Any) -> str:
+    named = f", {facts['path']!r}," if facts["path"] else ""
+    return template.format(**{**facts, "path": named}, cause=_cause(facts, primitive))
+
+
+def _cause(facts: dict[str, Any], primitive: Any) -> str:
+    """Why an array is about to become dense, and the one line that mends it."""
+    if primitive == OUTSIDE:
+        return _messages.FORGOTTEN.format(**facts)
+    if state.declined is None or state.declined[0] is not primitive:
+        return _messages.NO_HANDLER.format(**facts)
+    _, handler, params = state.declined
+    listed = textwrap.shorten(", ".join(f"{k}={v!r}" for k, v in params.items()) or "these operands", 200)
+    return _messages.DECLINED.format(**facts, handler=handler, params=listed)
 
 
 def notice_lookup(q: Any, shape: Sequence[int]) -> None:

@@ -34,6 +34,7 @@ _ALIASES = {
     "ragged_dot": "ragged_dot_general",
     "select": "select_n",
 }
+_PRODUCTS = ("dot", "einsum", "inner", "matmul", "matvec", "tensordot", "vdot", "vecdot", "vecmat")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,6 +166,9 @@ def canonical_name(primitive: Any) -> str:
     in_lax = getattr(jax.lax, f"{primitive}_p", None)
     if in_lax is not None:
         return canonical_name(in_lax)
+    if callable(getattr(jax.numpy, primitive, None)) or callable(getattr(jax.nn, primitive, None)):
+        made_of = "a product is 'dot_general'" if primitive in _PRODUCTS else "jax.make_jaxpr of it shows them"
+        raise errors.UnknownPrimitiveError(_messages.NOT_A_PRIMITIVE.format(name=primitive, made_of=made_of))
     close = difflib.get_close_matches(primitive, sorted(known | set(_ALIASES)), n=5)
     hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
     raise errors.UnknownPrimitiveError(_messages.UNKNOWN_PRIMITIVE.format(name=primitive, hint=hint))

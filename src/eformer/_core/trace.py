@@ -246,18 +246,21 @@ def call_handlers(primitive: Any, values: list[Any], params: dict[str, Any], che
 
 
 def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dict[str, Any], check: bool) -> Any:
-    skip = 0
+    skip, _materialization.state.declined = 0, None
     while (handler := registry.lookup(name, types, skip)) is not None:
         # Before the handler runs: what the operation cannot mean for arrays is refused in JAX's own words.
         expected = avals.result_avals(primitive, operands, params) if check else None
         outer = _materialization.state.primitive, _materialization.state.requested
-        _materialization.state.primitive, _materialization.state.requested = primitive, False
+        # A handler of someone else that says materialize() means it.
+        _materialization.state.primitive = primitive if handler.fn.__module__.startswith("eformer.") else None
+        _materialization.state.requested = False
         try:
             out = handler(primitive, operands, params)
         finally:
             _materialization.state.primitive, _materialization.state.requested = outer
         if out is not NotImplemented:
             return _checked(handler, primitive, out, operands, expected) if check else out
+        _materialization.state.declined = primitive, handler.name, params
         skip += 1
     return NotImplemented
 

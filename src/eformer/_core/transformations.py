@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -264,7 +265,10 @@ def _shapes(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Every materialization and every kernel choice of one run, in order; prints as text."""
+    """Every materialization and every kernel choice of one run, in order.
+
+    Prints as a summary: a line for every kind of event, ten at most. `details()` is all that is known.
+    """
 
     events: tuple[Event, ...]
     result: Any
@@ -278,9 +282,27 @@ class Explanation:
         return tuple(e for e in self.events if e.kind == "kernel")
 
     def __str__(self) -> str:
-        return "\n".join(map(_line, self.events)) or "nothing was materialized, and no kernel was chosen"
+        counts = collections.Counter(map(_line, self.events))
+        # What was materialized is what people look for.
+        ordered = sorted(counts.items(), key=lambda found: not found[0].startswith("materialized"))
+        lines = [f"{line}, {times} times" if times > 1 else line for line, times in ordered]
+        if len(lines) > _LINES:
+            rest = sum(times for _, times in ordered[_LINES - 1 :])
+            lines[_LINES - 1 :] = [f"and {rest} more: print(explanation.details())"]
+        return "\n".join(lines) or "nothing was materialized, and no kernel was chosen"
 
     __repr__ = __str__
+
+    def details(self) -> str:
+        """Every event by itself, and why other kernels were not chosen."""
+        return "\n".join(line for event in self.events for line in (_line(event), *_rejected(event)))
+
+
+_LINES = 10
+
+
+def _rejected(event: Event) -> list[str]:
+    return [f"    not {name}: {why}" for name, why in event.fields.get("rejected", ())]
 
 
 def _line(event: Event) -> str:
@@ -288,13 +310,10 @@ def _line(event: Event) -> str:
         rows = f"decoded {event.dtype}[{','.join(map(str, event.shape))}] of"
         done = "materialized" if event.kind == "materialize" else rows
         return f"{done} {event.array} for {event.primitive} at {event.where} ({event.dense_bytes:,} bytes dense)"
-    known = ("op", "name", "reason", "rejected")
-    facts = ", ".join(f"{k}={v}" for k, v in event.fields.items() if k not in known)
-    lines = [
-        f"{event.kind} {event.fields.get('op', '')}: {event.fields.get('name', '')}, {event.fields.get('reason', '')}"
-    ]
-    lines += [f"    not {name}: {why}" for name, why in event.fields.get("rejected", ())]
-    return "\n".join([*lines, f"    {facts}"])
+    fields = {k: v for k, v in event.fields.items() if k not in ("op", "name", "reason", "rejected")}
+    facts = ", ".join(str(v) if k == "problem" else f"{k}={v}" for k, v in fields.items())
+    op, name, reason = (event.fields.get(k, "") for k in ("op", "name", "reason"))
+    return f"{event.kind} {op}: {name}, {reason}" + f" ({facts})" * bool(facts)
 
 
 def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:

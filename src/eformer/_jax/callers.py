@@ -5,6 +5,8 @@ The functions that look at frames say what is lost should JAX rename what they l
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import sys
 import threading
@@ -43,6 +45,8 @@ def read_by_array_constructor(depth: int = 2) -> bool:
     return asked
 
 
+# Packages that call functions on behalf of the user: their frames are not the place to look at.
+_FRAMEWORKS = ("flax", "haiku", "equinox", "optax", "jax", "jaxtyping", "orbax")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _source_info.register_exclusion(_PACKAGE + os.sep)
 
@@ -71,17 +75,28 @@ def replayed_location() -> tuple[str, int] | None:
     """(file, line) the jaxpr being replayed remembers for the operation being processed, or None."""
     here = _source_info._source_info_context.context.traceback
     for traceback in (here, *reversed(_replays.tracebacks)):
-        frame = _source_info.user_frame(traceback) if traceback is not None else None
-        if frame is not None:
-            return frame.file_name, frame.start_line
+        frames = list(_source_info.user_frames(traceback)) if traceback is not None else []
+        places = [(frame.file_name, frame.start_line) for frame in frames]
+        if places:
+            return next((place for place in places if not _is_framework(place[0])), places[0])
     return None
 
 
 def calling_location() -> tuple[str, int]:
     """(file, line) of the user's code that is running."""
     running = sys._getframe(1)  # JAX cuts its own tracebacks at the function being traced
+    first = None
     while running is not None:
-        if _source_info.is_user_filename(running.f_code.co_filename):
-            return running.f_code.co_filename, running.f_lineno
+        file = running.f_code.co_filename
+        if _source_info.is_user_filename(file):
+            if not _is_framework(file):
+                return file, running.f_lineno
+            first = first or (file, running.f_lineno)
         running = running.f_back
-    return "<unknown>", 0
+    return first or ("<unknown>", 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_framework(file: str) -> bool:
+    parts = file.replace(os.sep, "/").split("/")
+    return any(a in ("site-packages", "dist-packages") and b in _FRAMEWORKS for a, b in itertools.pairwise(parts))

@@ -82,6 +82,10 @@ class Problem(Parameters):
     scale_shape: tuple[int, ...] | None = None
     scale_dtype: np.dtype | None = None
 
+    def __str__(self) -> str:
+        stack = "".join(f"{n} × " for n in self.batch)
+        return f"{self.m} rows of {self.x_dtype} with {self.fmt} {stack}{self.rows} × {self.cols}, {self.form}"
+
     @property
     def parameters(self) -> Parameters:
         return Parameters(**self.common())

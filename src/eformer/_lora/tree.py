@@ -77,7 +77,15 @@ def add_lora(
     unused = [rule.pattern for rule in ranks if rule.pattern not in used]
     if unused:
         near = ", ".join(repr(leaf.path) for leaf in tree.leaves[:3])
-        warnings.warn(f"add_lora: {unused} match no matrix; paths look like {near}", UnusedRuleWarning, stacklevel=2)
+        message = f"add_lora: {unused} match no matrix; paths look like {near}"
+        taken = [
+            x.path for x in tree.leaves if isinstance(x.value, LoraArray) and any(r.matches(x.path) for r in ranks)
+        ]
+        if taken:
+            message = (
+                f"add_lora: {taken[0]!r} has an adapter already, which stays. Call merge_lora first for another one."
+            )
+        warnings.warn(message, UnusedRuleWarning, stacklevel=2)
     return tree.rebuild(results)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from eformer import _table
 from eformer._core import ImplicitArray, materialize
 from eformer._formats.blocks import wide
+from eformer._jax import traces
 
 from .leaves import nbytes_of, open_tree
 
@@ -138,6 +139,11 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
     if implicit and original is not None:
         if tuple(original.shape) != shape:
             raise ValueError(f"{path!r} has shape {shape}, but the original has {tuple(original.shape)}.")
+        if isinstance(original, jax.Array) and not isinstance(original, traces.Tracer) and original.is_deleted():
+            raise ValueError(
+                f"{path!r} of the original was freed, as quantize_tree frees what it quantizes, so errors cannot be "
+                "measured. Keep it with quantize_tree(..., donate=False), or call report without the original."
+            )
         error = relative_error(value, original)
         sqnr = -20 * math.log10(error) if error else math.inf
     return LeafReport(path, fmt, shape, name, nbytes, 8 * nbytes / max(size, 1), error, sqnr, tied_to)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._core import ImplicitArray, materialize, ste
+from eformer._core.materialization import name_array
 from eformer._jax import traces
 from eformer._table import printable
 
@@ -110,6 +111,12 @@ def quantize_tree(
     decisions = planned.decisions
     if abstract:
         return tree.rebuild(_abstract(d) for d in decisions)
+    shapes = [d.leaf.path for d in decisions if isinstance(d.leaf.value, jax.ShapeDtypeStruct) and d.config is not None]
+    if shapes:
+        raise TypeError(
+            f"{shapes[0]!r} is a jax.ShapeDtypeStruct, which has no values to quantize. For the shapes of the result, "
+            "call quantize_tree(..., abstract=True)."
+        )
     total = sum(nbytes_of(d.leaf.value) for d in decisions if d.config is not None)
     arrays = _alive(decisions)
     done, made, kept, results = 0, {}, _kept(decisions), []
@@ -195,6 +202,8 @@ def _quantized(decision: Decision, donate: bool) -> Any:
     except (TypeError, ValueError) as err:
         err.add_note(f"while quantizing {decision.leaf.path!r} as {config}")
         raise
+    if isinstance(made, ImplicitArray):
+        name_array(made, decision.leaf.path)
     if (donate or ours) and not isinstance(dense, traces.Tracer) and made is not dense:
         jax.block_until_ready(jax.tree.leaves(made))
         dense.delete()

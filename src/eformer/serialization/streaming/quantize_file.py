@@ -6,6 +6,7 @@ Leaves of the input are read one at a time, or copied in chunks, without a map o
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -217,10 +218,15 @@ def write_quantized(
     contents = DescribedTree([step.leaf for step in steps], source.structure, source.aliases)
     shards = shards_of(contents.leaves, max_shard_size)
     run = _fingerprint(source.identity, planned, contents, shards, extra)
-    with Output(target, contents, shards, extra, run) as output:
-        resumed = output.done
-        _run(steps, output, progress)
-        path = output.commit()
+    try:
+        with Output(target, contents, shards, extra, run) as output:
+            resumed = output.done
+            _run(steps, output, progress)
+            path = output.commit()
+    except OSError as err:
+        if err.errno == errno.ENOSPC:
+            err.add_note("Free some space and run the same again: it continues where it stopped.")
+        raise
     return StreamReport(path, tuple(s.outcome for s in steps), planned.unused, resumed, time.perf_counter() - begun)
 
 
