@@ -44,10 +44,9 @@ ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t
     return invalid("fmt=", a.fmt, " is unknown; formats are numbered from 0 to ", format_count - 1, ".");
   const Format format = static_cast<Format>(a.fmt);
   const bool four_bits = format == Format::nf4 || (format >= Format::int4 && format <= Format::fp4);
-  const bool fp8_rows = format == Format::fp8_e4m3 || format == Format::fp8_e5m2;
   const bool in_blocks = four_bits || blocked(format);
   d.table = four_bits && format != Format::nf4 ? static_cast<int>(a.fmt) - static_cast<int>(Format::int4) + 1 : 0;
-  d.format = four_bits ? Format::nf4 : fp8_rows ? static_cast<Format>(a.fmt + 2) : format;
+  d.format = four_bits ? Format::nf4 : format;
   const bool is_signed = format == Format::int8 || format == Format::int8_block;
   const auto type = is_signed ? ffi::DataType::S8 : ffi::DataType::U8;
   const auto dims = codes.dimensions();
@@ -56,8 +55,7 @@ ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t
   if (a.cols < 0 || a.block < 0) return invalid("cols=", a.cols, " and block=", a.block, " must not be negative.");
   d.rows = dims[batch];
   d.cols = a.cols;
-  constexpr int64_t any_group = 4096;  // no group of columns is cut by the end of a single block that reaches so far
-  d.block = in_blocks ? a.block : fp8_rows ? (a.cols / any_group + 1) * any_group : 0;
+  d.block = in_blocks ? a.block : 0;
   d.codes = static_cast<const uint8_t*>(codes.untyped_data());
   if (in_blocks) {
     if (a.block < 2 || a.block % 2 || dims[batch + 1] != d.blocks() || dims[batch + 2] * per_byte(d.format) != a.block)

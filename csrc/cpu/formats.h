@@ -101,7 +101,7 @@ struct Decoder<Format::int8> {
   INLINE F value(I bits) const { return signed_byte<J>(bits); }
 };
 
-// Formats of one byte in blocks: a lane holds 4 neighbours, so that it has one scale.
+// Formats of one byte: a lane holds 4 neighbours, so that it has one scale where there are blocks.
 template <Format kind>
 struct Bytes : Interleaved {
   static constexpr Format format = kind;

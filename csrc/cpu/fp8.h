@@ -1,4 +1,4 @@
-// FP8 in blocks: a float of one byte is the upper part of a bf16 after its exponent has been moved.
+// FP8: a float of one byte is the upper part of a bf16 after its exponent has been moved.
 #pragma once
 
 #include "formats.h"
@@ -11,7 +11,7 @@ struct Layout8 {
   bool infinity;
 };
 template <Format format>
-constexpr Layout8 layout8 = format == Format::fp8_e4m3_block ? Layout8{3, 7, false} : Layout8{2, 15, true};
+constexpr Layout8 layout8 = format == Format::fp8_e4m3 || format == Format::fp8_e4m3_block ? Layout8{3, 7, false} : Layout8{2, 15, true};
 
 #if defined(__AVX512VBMI__)
 
@@ -113,6 +113,14 @@ struct Fp8 : Bytes<kind> {
 
 #endif
 
+template <>
+struct Decoder<Format::fp8_e4m3> : Fp8<Format::fp8_e4m3> {
+  using Fp8::Fp8;
+};
+template <>
+struct Decoder<Format::fp8_e5m2> : Fp8<Format::fp8_e5m2> {
+  using Fp8::Fp8;
+};
 template <>
 struct Decoder<Format::fp8_e4m3_block> : Fp8<Format::fp8_e4m3_block> {
   using Fp8::Fp8;

@@ -71,6 +71,8 @@ void some_rows(const Product& p, Runtime& runtime) {
     case Format::ternary: return product<Format::ternary>(p, runtime);
     case Format::binary: return product<Format::binary>(p, runtime);
     case Format::int8_block: return product<Format::int8_block>(p, runtime);
+    case Format::fp8_e4m3: return product<Format::fp8_e4m3>(p, runtime);
+    case Format::fp8_e5m2: return product<Format::fp8_e5m2>(p, runtime);
     case Format::fp8_e4m3_block: return product<Format::fp8_e4m3_block>(p, runtime);
     case Format::fp8_e5m2_block: return product<Format::fp8_e5m2_block>(p, runtime);
     default: return;  // stands for one of these: see check_codes
@@ -96,6 +98,8 @@ void gather(const Gather& g, Runtime& runtime) {
     case Format::ternary: return RowGather<Format::ternary>::run(g, runtime);
     case Format::binary: return RowGather<Format::binary>::run(g, runtime);
     case Format::int8_block: return RowGather<Format::int8_block>::run(g, runtime);
+    case Format::fp8_e4m3: return RowGather<Format::fp8_e4m3>::run(g, runtime);
+    case Format::fp8_e5m2: return RowGather<Format::fp8_e5m2>::run(g, runtime);
     case Format::fp8_e4m3_block: return RowGather<Format::fp8_e4m3_block>::run(g, runtime);
     case Format::fp8_e5m2_block: return RowGather<Format::fp8_e5m2_block>::run(g, runtime);
     default: return;

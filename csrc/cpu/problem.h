@@ -10,8 +10,8 @@
 
 namespace eformer {
 
-// In the order of the table in _kernels/formats.py. Formats of four bits are nf4 with another table; an fp8 without
-// blocks is one with a single block per row. The kernels know the others.
+// In the order of the table in _kernels/formats.py. Formats of four bits are nf4 with another table; the kernels know the
+// others.
 enum class Format : int64_t {
   nf4, int8, ternary, binary, int4, iq4_nl, fp4, int8_block, fp8_e4m3, fp8_e5m2, fp8_e4m3_block, fp8_e5m2_block
 };

@@ -91,7 +91,9 @@ inline float from_e4m3(uint8_t bits) {
 inline float value_of(const Matrix& d, const uint8_t* row, int64_t col) {
   switch (d.format) {
     case Format::nf4: return codebooks[d.table][row[col / 2] >> (col % 2 ? 0 : 4) & 15];
+    case Format::fp8_e4m3:
     case Format::fp8_e4m3_block: return from_e4m3(row[col]);
+    case Format::fp8_e5m2:
     case Format::fp8_e5m2_block: return from_e5m2(row[col]);
     case Format::int8:
     case Format::int8_block: return static_cast<float>(static_cast<int8_t>(row[col]));

@@ -158,7 +158,7 @@ def test_more_formats(fmt: str, form: str, rng: np.random.Generator) -> None:
     calls = []
     for i, (rows, cols) in enumerate(SIZES):
         block, dtype, m = BLOCKS[1 + 5 * i % 12], DTYPES[i % 3], (1, 3, 4, 19, 70)[i % 5]
-        scale = "one" if i % 2 else "row"
+        scale = ("row", "column", "one", "full")[i % 4]
         case = make_case(rng, fmt, rows, cols, block=block, scale=scale, scale_dtype=DTYPES[i // 3 % 3])
         x = random_x(rng, case, form, m, dtype)
         calls += [Call(case, form, x, isa, THREADS[(i + isa) % 3], out_dtype=jnp.float32) for isa in isas()]

@@ -61,18 +61,17 @@ LARGEST_LOOKUP: dict[str, int] = {"int8": 1 << 20, "int8_block": 1 << 20, "terna
 
 # -- why a problem cannot, or should not, be given to the kernels; None means it can -----------------------------------
 
-FP8_ROWS = ("fp8_e4m3", "fp8_e5m2")
-FORMATS = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "int8_block", *FP8_ROWS)
-FORMATS += ("fp8_e4m3_block", "fp8_e5m2_block")
+FORMATS = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "int8_block")
+FORMATS += ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3_block", "fp8_e5m2_block")
 LIMITS = Limits(FORMATS, block=2, arithmetic="its own: products and sums in float32")
 
 
 def refuses_product(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or refuses_scale(problem) or refuses_machine(problem.platform)
+    return LIMITS.refuses_product(problem) or refuses_machine(problem.platform)
 
 
 def refuses_gather(problem: Problem) -> str | None:
-    why = LIMITS.refuses_lookup(problem) or refuses_scale(problem) or refuses_machine(problem.platform)
+    why = LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
     values, largest = problem.m * problem.cols, LARGEST_LOOKUP.get(problem.fmt)
     if why or problem.preference == "native" or largest is None or values <= largest:
         return why
@@ -81,12 +80,6 @@ def refuses_gather(problem: Problem) -> str | None:
 
 def refuses_encode(problem: Problem) -> str | None:
     return LIMITS.refuses_encoding(problem) or refuses_machine(problem.platform)
-
-
-def refuses_scale(problem: Problem) -> str | None:
-    if problem.fmt not in FP8_ROWS or problem.scale_shape is None or problem.scale_shape[-1] == 1:
-        return None
-    return f"the scale of {problem.fmt} varies along the columns; it takes one per row, or in blocks"
 
 
 def refuses_machine(platform: str) -> str | None:
@@ -105,7 +98,7 @@ def refuses_machine(platform: str) -> str | None:
 
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, **how: Any) -> jax.Array:
     """The product of one problem, batch axes included."""
-    operands = in_one_batch_axis(problem, x, codes, _per_row(problem, scale))
+    operands = in_one_batch_axis(problem, x, codes, scale)
     shape = out_shape(problem, x, codes)
     result = (operands[0].shape[0], *shape[len(problem.batch) :])
     return _product(problem, "qmatmul", result, operands, math.prod(problem.batch), how).reshape(shape)
@@ -116,16 +109,7 @@ def qragged(
 ) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
-    return _product(
-        problem, "ragged", result, [x, codes, _per_row(problem, scale), group_sizes.astype(jnp.int32)], 1, how
-    )
-
-
-def _per_row(problem: Problem, scale: Any) -> Any:
-    """The kernels take FP8 without blocks as a single block, which has a scale of its own in each row."""
-    if problem.fmt not in FP8_ROWS:
-        return scale
-    return jnp.broadcast_to(scale, (*scale.shape[:-2], problem.rows, 1))
+    return _product(problem, "ragged", result, [x, codes, scale, group_sizes.astype(jnp.int32)], 1, how)
 
 
 def _product(
@@ -141,9 +125,7 @@ def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any =
     """Decoded rows for indices (n,) inside the table."""
     result = ((indices.shape[0], problem.cols), problem.out_dtype)
     attributes = {**storage_attributes(problem), **_how(math.prod(result[0]), **how)}
-    (rows,) = call(
-        LIBRARY, "gather", [result], [codes, _per_row(problem, scale), indices.astype(jnp.int32)], **attributes
-    )
+    (rows,) = call(LIBRARY, "gather", [result], [codes, scale, indices.astype(jnp.int32)], **attributes)
     return rows
 
 
