@@ -48,6 +48,7 @@ def test_a_trained_adapter_and_the_merged_model(key: jax.Array, tmp_path: Path):
     save_folder(tmp_path / "merged", dataclasses.replace(trained, params=merged))
     again = load(tmp_path / "merged")
     np.testing.assert_allclose(logits(again), expected, atol=2e-4)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(again.params))
     assert again.tokenizer.encode("ab").tolist() == [4, 5]
     jax.tree.map(
         np.testing.assert_array_equal, again.params["layers"][0]["norm_q"], model.params["layers"][0]["norm_q"]

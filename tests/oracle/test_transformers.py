@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eformer as ef
 from eformer import models
+from eformer.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="needs the oracle extra: make oracle")
 transformers = pytest.importorskip("transformers", reason="needs the oracle extra: make oracle")
@@ -87,3 +92,91 @@ def test_logits_are_equal(case: str, tmp_path: Path):
     for place in range(30, 40):
         step, cache = run(config, params, jnp.asarray(tokens[:, place : place + 1]), cache, jnp.asarray(place))
         np.testing.assert_allclose(step[:, 0], expected[:, place], atol=limit)
+
+
+def logits_of(model: models.Model, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(models.forward, static_argnums=0)(model.config, model.params, jnp.asarray(tokens)))
+
+
+@pytest.mark.parametrize("case", ["llama 3", "qwen 3 moe", "gemma 3"])
+def test_a_folder_to_a_folder(case: str, tmp_path: Path):
+    """The quantized folder computes what `transformers` computes with the decoded weights."""
+    reference = made(case, tmp_path / "source", max_shard_size="100KB")
+    assert (tmp_path / "source" / "model.safetensors.index.json").exists()
+    ef.quantize_folder(tmp_path / "source", tmp_path / "out", {"*o_proj*": "int8"}, min_size=0, max_shard_size="50KB")
+    model = models.load(tmp_path / "out")
+    kinds = {w.format for layer in model.params["layers"] for w in layer.values() if isinstance(w, ef.QuantizedArray)}
+    assert kinds == {"nf4", "int8"}
+    decoded = models.save_folder(tmp_path / "decoded", models.load(tmp_path / "out", dense=True))
+    assert "quantization_config" not in json.loads((decoded / "config.json").read_text())
+    reference = type(reference).from_pretrained(decoded, attn_implementation="eager").eval()
+    tokens = np.random.default_rng(1).integers(0, 96, (1, 24))
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(logits_of(model, tokens), expected, atol=2e-4 * np.abs(expected).max())
+
+
+def test_files_of_pytorch(tmp_path: Path):
+    reference = made("llama 2", tmp_path / "safe")
+    expected = models.load(tmp_path / "safe")
+    (tmp_path / "safe" / "model.safetensors").unlink()
+    state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    torch.save(state, tmp_path / "safe" / "pytorch_model.bin")
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "safe").params, expected.params)
+    half = {n: t.bfloat16().mT.contiguous().mT if t.ndim == 2 else t.bfloat16() for n, t in state.items()}
+    names = sorted(half)
+    for number in (0, 1):
+        file = tmp_path / "safe" / f"pytorch_model-{number + 1:05}-of-00002.bin"
+        torch.save({name: half[name] for name in names[number::2]}, file)
+    (tmp_path / "safe" / "pytorch_model.bin").unlink()
+    weights = {name: f"pytorch_model-{i % 2 + 1:05}-of-00002.bin" for i, name in enumerate(names)}
+    index = tmp_path / "safe" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+    ef.quantize_folder(tmp_path / "safe", tmp_path / "out", "int8")
+    found = models.load(tmp_path / "out")
+    assert found.params["layers"][0]["q"].format == "int8"
+    assert found.params["norm"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.params["norm"], expected.params["norm"].astype(jnp.bfloat16))
+
+
+def test_a_pickle_that_runs_a_program_is_refused(tmp_path: Path):
+    class Program:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    made("llama 2", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    for save in (torch.save, lambda what, path: path.write_bytes(pickle.dumps(what, protocol=2))):
+        save({"model.norm.weight": Program()}, tmp_path / "model" / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="weights_only=True"):
+            models.load(tmp_path / "model")
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("case", ["llama 3", "gemma 2"])
+def test_peft_reads_the_adapter(case: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    reference = made(case, tmp_path / "base")
+    model, key = models.load(tmp_path / "base"), jax.random.key(0)
+    params = ef.add_lora(model.params, {"layers/0/[qv]": 4, "layers/*/down": 2}, key=key, alpha=6)
+    trainable, frozen = ef.split_trainable(params)
+    filled = {name: 0.2 * jax.random.normal(key, x.shape) for name, x in trainable.items()}
+    trained = dataclasses.replace(model, params=ef.merge(filled, frozen))
+    models.save_adapter(tmp_path / "adapter", trained)
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()
+    tokens = np.random.default_rng(2).integers(0, 96, (1, 16))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    ours = logits_of(trained, tokens)
+    np.testing.assert_allclose(ours, expected, atol=2e-4 * np.abs(expected).max())
+    assert np.abs(ours - logits_of(model, tokens)).max() > 0.1
+    theirs.save_pretrained(tmp_path / "again")
+    again = models.load_adapter(model, tmp_path / "again")
+    np.testing.assert_allclose(logits_of(again, tokens), ours, atol=1e-4 * np.abs(ours).max())
+    merged, _ = ef.merge_lora(trained.params)
+    models.save_folder(tmp_path / "merged", dataclasses.replace(trained, params=merged))
+    whole = type(reference).from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(
+            whole(torch.tensor(tokens)).logits.numpy(), expected, atol=2e-4 * np.abs(expected).max()
+        )

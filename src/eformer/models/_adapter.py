@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from eformer._core import ImplicitArray
@@ -79,9 +80,10 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     for name, our, w in _matrices(model):
         a, b = (f"{_PREFIX}{name}.lora_{part}.weight" for part in "AB")
         if a in left and b in left:
-            rank, alpha = opened[a].shape[0], _pattern(config, "alpha_pattern", name, config.get("lora_alpha", 8))
+            factors = jnp.asarray(opened[a]).T, jnp.asarray(opened[b]).T
+            rank, alpha = factors[0].shape[1], _pattern(config, "alpha_pattern", name, config.get("lora_alpha", 8))
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            layers[int(name.split(".")[2])][our] = LoraArray(w, opened[a].T, opened[b].T, scale)
+            layers[int(name.split(".")[2])][our] = LoraArray(w, *factors, scale)
             left -= {a, b}
     if left:
         what = "belongs to no matrix of a layer of this model."

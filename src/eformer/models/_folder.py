@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer._core import implicit, materialize
+from eformer._core import ImplicitArray, implicit, materialize
 from eformer._core.tree import tree_map_with_implicit
 from eformer._quantize.tree import Progress, Reporter, reporter
 from eformer.errors import CheckpointError
@@ -185,7 +185,7 @@ class _Reading:
     def read(self, name: str, shape: tuple[int, ...] | None, *, turned: bool = False) -> Any:
         if name not in self.opened:
             raise self.wrong(name, "is missing.")
-        leaf = self.opened[name]
+        leaf = _array(self.opened[name])
         if shape is not None and tuple(leaf.shape) != shape:
             raise self.wrong(name, f"has the shape {list(leaf.shape)}, but config.json says {list(shape)}.")
         if self.dense:
@@ -198,3 +198,8 @@ class _Reading:
         self.done += self.opened.info(name).nbytes
         self.tell(Progress(name, self.done, self.total))
         return jax.block_until_ready(leaf)  # so that no two tensors are being turned at once
+
+
+def _array(leaf: Any) -> Any:
+    """A leaf as an array of JAX; those that were NumPy arrays when they were saved come back as such."""
+    return leaf if isinstance(leaf, ImplicitArray) else jnp.asarray(leaf)
