@@ -56,7 +56,7 @@ def main() -> None:
         print(file.metadata["general.architecture"], f"with {len(file)} tensors:")
         for name in list(file)[:8]:
             array = file[name]
-            kind = "as stored" if isinstance(array, ef.serialization.GroupedArray) else "dense"
+            kind = "as stored" if isinstance(array, ef.ImplicitArray) else "dense"
             print(f"  {name:24} {kind:10} {array.dtype}{list(array.shape)}")
 
         name = next(name for name in file if len(file[name].shape) == 2)

@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from eformer.ops.quantization.kernels import kernels as kernels
     from eformer.serialization import inspect as inspect
     from eformer.serialization import load as load
+    from eformer.serialization import load_checkpoint as load_checkpoint
     from eformer.serialization import load_gguf as load_gguf
+    from eformer.serialization import open_checkpoint as open_checkpoint
     from eformer.serialization import open_gguf as open_gguf
     from eformer.serialization import open_lazy as open_lazy
     from eformer.serialization import quantize_file as quantize_file
@@ -79,7 +81,9 @@ _NAMES = {
         "report split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
-    "eformer.serialization": "inspect load load_gguf open_gguf open_lazy quantize_file quantize_folder save",
+    "eformer.serialization": (
+        "inspect load load_checkpoint load_gguf open_checkpoint open_gguf open_lazy quantize_file quantize_folder save"
+    ),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_goes_on(source: Path, tmp_path: Path):
         ("quantize source source/in/it", 1, "is the source, or in it"),
         ("quantize source source/config.json", 1, "is a file"),
         ("quantize source/model.safetensors small.safetensors", 2, "small.safetensors exists already"),
-        ("quantize done out", 1, "are quantized already: {'quant_method': 'gptq'}"),
+        ("quantize done out", 1, "is quantized by 'gptq', as its config.json says"),
         ("quantize torch out", 1, "a file of PyTorch, which is not installed"),
         ("generate bare", 1, "has no tokenizer.json"),
         ("chat bare", 1, "has no tokenizer.json"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eformer._formats.grouped.array import GroupedArray
+from eformer._formats.floating.array import ArrayFloat
 from eformer.jaximus import MaterializationError, implicit, materialization_policy
 from eformer.ops.quantization import Array8B
 
@@ -107,12 +107,12 @@ def test_concatenate_of_differently_scaled_stacks() -> None:
 def test_concatenate_of_codes_that_mean_different_numbers() -> None:
     """Storage of the same shapes, whose settings differ: what decodes differently is not joined, the rest is."""
     rng = seeded("zero")
-    codes = jnp.asarray(rng.integers(0, 256, (3, 2, 16)), jnp.uint8)
-    scale = jnp.abs(normal(rng, 3, 2)) + 1
-    p, q = GroupedArray(codes, scale, zero=8), GroupedArray(codes, scale, zero=0)
+    codes = jnp.asarray(rng.integers(0, 64, (3, 16)), jnp.uint8)
+    scale = jnp.abs(normal(rng, 3, 1)) + 1
+    p, q = (ArrayFloat(codes, scale, kind=kind) for kind in ("fp8", "fp8_e5m2"))
     check(join(p, q, 0), jnp.concatenate([dense(p), dense(q)]))
     with materialization_policy("error"):
-        assert isinstance(join(p, p.replaced(use_kernel=False), 0), GroupedArray)
+        assert isinstance(join(p, p.replaced(use_kernel=False), 0), ArrayFloat)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eformer as ef
-from eformer._formats.grouped.array import GroupedArray
 from eformer._formats.integer import codec
 from eformer.ops.quantization import ArrayInt, QuantizationConfig, quantize
 from eformer.serialization import load, save
@@ -140,14 +139,11 @@ def biased(seed: str) -> ArrayInt:
     return q.replaced(zero=None, bias=-q.zero.astype(jnp.float32) * q.scale)
 
 
-@pytest.mark.parametrize("kind", ["zero", "bias", "grouped"])
+@pytest.mark.parametrize("kind", ["zero", "bias"])
 def test_factors_of_arrays_with_offsets_are_differentiated_whole(kind: str) -> None:
     """A factor multiplies zero points and biases too, and so does its gradient."""
     rng = seeded(kind)
     q: Any = biased("factor") if kind == "bias" else ArrayInt.quantize(normal(rng, 64, 26), 4, 32, symmetric=False)
-    if kind == "grouped":
-        codes = jnp.asarray(rng.integers(0, 256, (26, 2, 16)), jnp.uint8)
-        q = GroupedArray(codes, normal(rng, 26, 2), normal(rng, 26, 2), axis=-2)
     x = normal(rng, 3, q.shape[0])
 
     def loss(a: jax.Array, w: Any) -> jax.Array:

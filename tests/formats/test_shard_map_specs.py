@@ -14,10 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import LoraArray
-from eformer._formats.grouped.array import GroupedArray
 from eformer.errors import MaterializationError, MaterializationWarning
 from eformer.jaximus import explain, implicit, materialization_policy
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4
+from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4
 
 from .contract import FAST, check, dense, normal, seeded
 
@@ -35,7 +34,7 @@ MAKE = {
     "ternary-last": lambda w: Array1B.from_float(w, "ternary", axis=-1, scale=None),
     "binary": lambda w: Array1B.from_float(w, "binary", scale="tensor"),
     "binary-last": lambda w: Array1B.from_float(w, "binary", axis=-1),
-    "grouped": lambda w: _grouped(w),
+    "int8-blocks": lambda w: ArrayInt.quantize(w, 8, 32),
     "lora": lambda w: LoraArray(w, w[:, :3] / 8, w[:3] / 8, 0.5),
     "lora-nf4": lambda w: LoraArray(ArrayNF4.quantize(w, 64), w[:, :3] / 8, w[:3] / 8, 0.5),
     "lora-nf4-double": lambda w: LoraArray(ArrayNF4.quantize(w, 16, double_quant=True), w[:, :3], w[:3]),
@@ -43,11 +42,6 @@ MAKE = {
 SPECS = [P("t"), P(None, "t"), P("t", "u"), P("u", "t"), P(("t", "u")), P(None, ("t", "u")), P()]
 MESHES = {2: (2, 1), 4: (2, 2), 8: (4, 2)}
 SHAPE = (64, 32)
-
-
-def _grouped(w):
-    codes = jnp.round(jnp.clip(w, -3, 3) * 40).astype(jnp.int8).T.reshape(32, 2, 32)
-    return GroupedArray(codes, jnp.linspace(0.02, 0.03, 64).reshape(32, 2), axis=-2)
 
 
 def mesh_of(devices: int) -> jax.sharding.Mesh:

@@ -20,10 +20,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from eformer import serialization as files
 from eformer.ops.quantization import LoraArray
 
+from . import foreign_files
 from .gguf_files import gguf_bytes
 from .trees import Outer, dense, random_bits, random_int8, random_nf4
 
@@ -67,6 +69,33 @@ def small_tree() -> dict[str, Any]:
 
 def safetensors_bytes(folder: Path) -> bytes:
     return files.save(folder / SEED, small_tree()).read_bytes()
+
+
+FOREIGN = "foreign.safetensors"
+
+
+def foreign_config(folder: Path) -> dict[str, Any]:
+    """Writes a file with a weight of every scheme of other programs. Returns its `config.json`."""
+    tensors: dict[str, np.ndarray] = {}
+    kinds = {
+        "gptq": foreign_files.gptq(np.random.default_rng(0)),
+        "sorted": foreign_files.gptq(np.random.default_rng(0), act_order=True, bits=3),
+        "awq": foreign_files.awq(np.random.default_rng(0)),
+        "mlx": foreign_files.mlx(np.random.default_rng(0), bits=3),
+        "mx": foreign_files.in_blocks("mxfp4")(np.random.default_rng(0), by="mlx"),
+        "packed": foreign_files.pack_quantized(np.random.default_rng(0), zeros=True, size=90),
+        "int": foreign_files.int_quantized(np.random.default_rng(0), zeros=True),
+        "nv": foreign_files.in_blocks("nvfp4")(np.random.default_rng(0), by="compressed-tensors"),
+        "fp8": foreign_files.fp8(np.random.default_rng(0)),
+        "experts": foreign_files.mxfp4_experts(np.random.default_rng(0)),
+    }
+    for stem, (parts, _, _) in kinds.items():
+        tensors |= {f"{stem}{name.removeprefix('m')}": array for name, array in parts.items()}
+    safetensors.numpy.save_file(tensors, folder / FOREIGN)
+    groups = kinds["packed"][1]["config_groups"]
+    own = {"mlx": {"bits": 3, "group_size": 64}, "mx": {"mode": "mxfp4"}, "awq": {"version": "gemm", "bits": 4}}
+    stated = {"quant_method": "gptq", "checkpoint_format": "gptq", "config_groups": groups, "sym": False, **own}
+    return {"torch_dtype": "float16", "quantization_config": {**stated, "group_size": 32}}
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -175,12 +204,31 @@ def read_index(path: Path) -> None:
     files.load(path)
 
 
+def read_packed(path: Path) -> None:
+    """Every weight, also after one that was refused."""
+    opened, refused = files.open_checkpoint(path.with_name(FOREIGN)), None
+    for name in opened:
+        try:
+            assert opened.info(name).shape == opened[name].shape
+        except files.CheckpointError as err:
+            refused = err
+    if refused is not None:
+        raise refused
+
+
+def damaged_config(data: bytes, rng: random.Random) -> bytes:
+    return json.dumps(damaged_often(json.loads(data), rng)).encode()
+
+
 Reader = tuple[str, bytes, Callable[[bytes, random.Random], bytes], Callable[[Path], None]]
 
 
 def readers(folder: Path) -> list[Reader]:
     whole = safetensors_bytes(folder)
-    index = {"metadata": {"total_size": 3}, "weight_map": dict.fromkeys(files.open_lazy(folder)._owners, SEED)}
+    config = json.dumps(foreign_config(folder)).encode()
+    (folder / "config.json").write_bytes(config)
+    foreign = (folder / FOREIGN).read_bytes()
+    index = {"metadata": {"total_size": 3}, "weight_map": dict.fromkeys(files.open_lazy(folder / SEED)._owners, SEED)}
     return [
         ("m.safetensors", whole, damaged_bytes, read_safetensors),
         ("m.safetensors", whole, damaged_header, read_safetensors),
@@ -188,6 +236,10 @@ def readers(folder: Path) -> list[Reader]:
         ("m.safetensors", whole, damaged_metadata, read_like),
         ("m.safetensors.index.json", json.dumps(index).encode(), damaged_bytes, read_index),
         ("m.gguf", gguf_bytes(), damaged_bytes, read_gguf),
+        ("config.json", config, damaged_config, read_packed),
+        ("config.json", config, damaged_bytes, read_packed),
+        (FOREIGN, foreign, damaged_header, read_packed),
+        (FOREIGN, foreign, damaged_bytes, read_packed),
     ]
 
 
@@ -196,7 +248,7 @@ def fuzz(folder: Path, count: int, seed: int = 0) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     for name, data, damage, read in readers(folder):
         rng = random.Random(seed)
-        for _ in range(count):
+        for _ in range(count // 3 if read is read_packed else count):  # that one reads ten weights
             (folder / name).write_bytes(damage(data, rng))
             begun = time.process_time()
             try:
@@ -208,7 +260,7 @@ def fuzz(folder: Path, count: int, seed: int = 0) -> Counter[str]:
                 if len(said) > 2000 or str(folder) not in said:
                     raise AssertionError(f"too long, or no file in it: {said[:2000]}") from err
             assert time.process_time() - begun < 5, "took too long"
-        (folder / name).unlink()
+        (folder / name).write_bytes(data)
     return outcomes
 
 

@@ -12,7 +12,7 @@ BLOCKS = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110), "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "Q8_K": (15, 256, 292), "I8": (24, 1, 1), "I64": (27, 1, 8),
-    "F64": (28, 1, 8), "BF16": (30, 1, 2),
+    "F64": (28, 1, 8), "BF16": (30, 1, 2), "IQ4_NL": (20, 32, 18), "MXFP4": (39, 32, 17),
 }  # fmt: skip
 SCALARS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "?": 7, "u8": 10, "i8": 11, "f8": 12}
 METADATA: dict[str, Any] = {
@@ -55,6 +55,8 @@ def storage(kind: str, count: int, rng: np.random.Generator) -> bytes:
         raw[:, 1::2] &= 0xBF
     if kind in ("F32", "F16", "F64"):
         return rng.standard_normal(count).astype(f"<f{nbytes}").tobytes()
+    if kind == "MXFP4":
+        raw[:, 0] = 100 + raw[:, 0] % 50  # exponents of numbers that are normal in f32
     if kind == "BF16":
         raw[:, 1] &= 0xBF
     return raw.tobytes()

@@ -126,6 +126,10 @@ GROUPS = {
     "unsure": "unsure",
 }
 
+# Parts of weights that another program quantized: rounding them again would ruin the weight.
+_SCALES = re.compile(
+    r"scales|qzeros|(nested_)?absmax|(.*_)?scale_inv|weight_(global_)?scale(_2)?|weight_zero_point|scb"
+)
 _MATRIX = ("kernel", "w", "weight")
 # Names that stand for an operand of a product, whatever the shape.
 _OPERAND = re.compile(r"^w\w?\d?$|^[qkvo]$|kernel|weight|proj|linear|dense|einsum|lora|embed|head|(^|_)fc")
@@ -202,6 +206,8 @@ def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
     names = [name.lower() for name in leaf.names]
     name, holders = (names[-1] if names else ""), names[:-1]
     parts = [_parts(part) for part in leaf.names[-2:]]
+    if _SCALES.fullmatch(name):
+        return "scale"
     if _BIAS.match(name) or (name == "b" and _is_bias(leaf, shapes)):
         return "bias"
     if name in _NORM_LEAF or any(map(_is_norm, [_parts(type(leaf.parent).__name__), *parts])):

@@ -240,6 +240,8 @@ def _obstacle(value: Any, role: Role, min_size: int, skip: frozenset[str]) -> st
         return "it is not an array"
     if value.dtype.name not in FLOATS:
         return f"its dtype is {value.dtype.name}"
+    if role.kind == "scale":
+        return "it belongs to a weight that is quantized already"
     if role.kind in skip:
         return f"{_UNSURE}: {role.doubt}" if role.doubt else f"it is a {role.kind}"
     if len(value.shape) < 2:

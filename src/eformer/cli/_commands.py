@@ -26,6 +26,7 @@ from eformer.errors import CommandUsageError as WrongUse
 COMMANDS: dict[str, tuple[str, str]] = {
     "quantize": ("eformer.cli.quantize", "quantize a checkpoint, a tensor at a time"),
     "inspect": ("eformer.cli.inspect", "list what is in a safetensors or GGUF file"),
+    "export": ("eformer.cli.export", "write a quantized checkpoint in the format of another program"),
     "report": ("eformer.cli.report", "bits per weight, sizes and errors of a checkpoint"),
     "generate": ("eformer.cli.generate", "continue a text with a language model"),
     "chat": ("eformer.cli.chat", "talk with a language model"),

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eformer.serialization import GgufFile, LazyCheckpoint
+from eformer.serialization import open_checkpoint as open_any
 from eformer.serialization.inspection import COLUMNS, FileReport, inspect
-from eformer.serialization.inspection import open_checkpoint as open_any
 
 from ._commands import OK, Failure, add_json, print_json, print_table
 

@@ -11,7 +11,6 @@ ArrayNF4(float32[64,32], nf4, 4.50 bits per weight)
 
 from __future__ import annotations
 
-from eformer._formats.grouped.array import GroupedArray as GroupedArray
 from eformer._quantize.tree import Progress as Progress
 from eformer.errors import CheckpointError as CheckpointError
 from eformer.errors import ProcessError as ProcessError
@@ -25,9 +24,13 @@ from .distributed import load_distributed as load_distributed
 from .distributed import save_distributed as save_distributed
 from .foreign.bitsandbytes import from_bitsandbytes as from_bitsandbytes
 from .foreign.bitsandbytes import to_bitsandbytes as to_bitsandbytes
+from .foreign.export import export as export
 from .foreign.gguf import GgufFile as GgufFile
 from .foreign.gguf import load_gguf as load_gguf
 from .foreign.gguf import open_gguf as open_gguf
+from .foreign.packed import PackedCheckpoint as PackedCheckpoint
+from .foreign.packed import load_checkpoint as load_checkpoint
+from .foreign.packed import open_checkpoint as open_checkpoint
 from .foreign.state_dict import from_msgpack as from_msgpack
 from .foreign.state_dict import from_state_dict as from_state_dict
 from .foreign.state_dict import load_orbax as load_orbax

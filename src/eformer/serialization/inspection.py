@@ -9,8 +9,9 @@ from typing import Any
 
 from eformer import _table
 
-from .checkpoint.load import LazyCheckpoint, open_lazy
-from .foreign.gguf import GgufFile, is_gguf, open_gguf
+from .checkpoint.load import LazyCheckpoint
+from .foreign.gguf import GgufFile
+from .foreign.packed import PackedCheckpoint, open_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +75,9 @@ def inspect(file: str | os.PathLike[str]) -> FileReport:
     """
     opened = open_checkpoint(file)
     kind = "gguf" if isinstance(opened, GgufFile) else "safetensors"
+    if isinstance(opened, PackedCheckpoint):
+        kind = f"{kind}, {', '.join(opened.schemes)}"
     return FileReport(str(file), kind, tuple(_tensor(opened, name) for name in opened), dict(opened.metadata))
-
-
-def open_checkpoint(file: str | os.PathLike[str]) -> LazyCheckpoint | GgufFile:
-    """A checkpoint of either kind, by its first bytes; its leaves are not read."""
-    return open_gguf(file) if is_gguf(file) else open_lazy(file)
 
 
 def _tensor(opened: LazyCheckpoint | GgufFile, name: str) -> StoredTensor:

@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # collected by pytest, which finds no examples here
         raise
 
 OUT = Path(__file__).with_name("gguf.npz")
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 
 
 def main() -> None:
@@ -26,6 +26,8 @@ def main() -> None:
         number = gguf.GGMLQuantizationType[kind]
         _, nbytes = gguf.GGML_QUANT_SIZES[number]
         raw = rng.integers(0, 256, (8, nbytes), dtype=np.uint8)
+        if kind == "MXFP4":
+            raw[:, 0] = raw[:, 0].clip(2, 250)  # what 0, 1 and 255 mean, ggml and the specification disagree on
         with np.errstate(all="ignore"):
             arrays |= {f"{kind}/raw": raw, f"{kind}/values": gguf.dequantize(raw, number)}
     np.savez_compressed(OUT, **arrays)

@@ -26,7 +26,7 @@ from ..safetensors.header import about, is_count, named_dtype, parse_json
 from ..tree.structure import named_leaves
 
 STATE = ".quant_state.bitsandbytes__"
-_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -44,12 +44,12 @@ def from_bitsandbytes(state: Mapping[str, Any], *, fallback: Literal["error", "d
     if fallback not in ("error", "dense"):
         raise ValueError(f"{fallback=} is unknown; allowed are 'error' and 'dense'.")
     weights = {key.split(STATE)[0]: key for key in state if STATE in key}
-    parts = {f"{name}.{part}" for name in weights for part in _PARTS} | set(weights.values())
+    parts = {f"{name}.{part}" for name in weights for part in PARTS} | set(weights.values())
     made: dict[str, Any] = {}
     for key in state:
         if key in weights:
             with about(None, key):
-                made[key] = _Weight(state, key, weights[key]).restored(fallback)
+                made[key] = StoredWeight(state, key, weights[key]).restored(fallback)
         elif key not in parts:
             made[key] = state[key]
     missing = [name for name in weights if name not in made]
@@ -58,11 +58,11 @@ def from_bitsandbytes(state: Mapping[str, Any], *, fallback: Literal["error", "d
     return made
 
 
-class _Weight:
+class StoredWeight:
     """One weight, its entries checked against each other."""
 
     def __init__(self, state: Mapping[str, Any], name: str, key: str):
-        found = {part: _array(state[f"{name}.{part}"]) for part in _PARTS if f"{name}.{part}" in state}
+        found = {part: _array(state[f"{name}.{part}"]) for part in PARTS if f"{name}.{part}" in state}
         details = parse_json(_array(state[key]).astype(np.uint8, copy=False).tobytes(), None)
         if not isinstance(details, dict) or not {"absmax", "quant_map"} <= set(found):
             raise CheckpointError("lacks absmax, quant_map or a quantization state.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
@@ -12,21 +13,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from eformer._formats.grouped.array import GROUP, GroupedArray
+from eformer._formats.floating.array import ArrayFloat
+from eformer._formats.integer.array import ArrayInt
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import fits_jax
 from ..safetensors.reading import aligned_empty, open_regular
+from . import layouts
 from .gguf_format import DECODERS, MAGIC, GgufTensor, parse_gguf
 
 _CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache
 
-# Types that `GroupedArray` holds exactly: bytes in front of the codes, dtype of the codes, the code that means 0.
-_GROUPED: dict[str, tuple[int, Any, int]] = {
-    "Q4_0": (2, np.uint8, 8),
-    "Q4_1": (4, np.uint8, 0),
-    "Q8_0": (2, np.int8, 0),
+# Types that stay packed: what holds them exactly, and bytes in front of the codes.
+PACKED: dict[str, tuple[str, int]] = {
+    "Q4_0": ("int4", 2),
+    "Q4_1": ("int4", 4),
+    "Q8_0": ("int8", 2),
+    "IQ4_NL": ("iq4_nl", 2),
+    "MXFP4": ("mxfp4", 1),
 }
 
 
@@ -66,15 +72,16 @@ class GgufFile(Mapping[str, Any]):
 
         Args:
             name: as in the file.
-            dense: decode every type; otherwise Q4_0, Q4_1 and Q8_0 stay as they are, as a `GroupedArray`.
+            dense: decode every type; otherwise Q4_0, Q4_1, Q8_0, IQ4_NL and MXFP4 stay packed.
             dtype: of values that are decoded, now or later; by default f32, in which all types are exact.
         """
         tensor = self._known(name)
         dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
         if tensor.type.dtype is not None:
             return self._plain(tensor)
-        if not dense and tensor.type.name in _GROUPED:
-            return self._grouped(tensor, dtype)
+        if not dense and tensor.type.name in PACKED:
+            blocks = (*tensor.shape[:-1], tensor.shape[-1] // tensor.type.values, tensor.type.nbytes)
+            return _packed(self._bytes(tensor).reshape(blocks), tensor.type.name, dtype)
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         return jax.device_put(self.decode_into(aligned_empty(nbytes), name, dtype))
 
@@ -114,16 +121,22 @@ class GgufFile(Mapping[str, Any]):
         view = self.plain_view(tensor.name)
         return jax.device_put(view) if fits_jax(view.dtype) else view
 
-    def _grouped(self, tensor: GgufTensor, dtype: np.dtype) -> GroupedArray:
-        front, kind, zero = _GROUPED[tensor.type.name]
-        groups = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
-        raw = self._bytes(tensor).reshape(*groups, tensor.type.nbytes)
-        numbers = np.ascontiguousarray(raw[..., :front]).view("<f2")  # scale, and offset if there is one
-        codes = jax.device_put(np.ascontiguousarray(raw[..., front:]).view(kind))
-        offset = jax.device_put(np.ascontiguousarray(numbers[..., 1])) if front == 4 else None
-        return GroupedArray(
-            codes, jax.device_put(np.ascontiguousarray(numbers[..., 0])), offset, zero=zero, dtype=dtype
-        )
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _packed(raw: jax.Array, name: str, dtype: Any) -> Any:
+    """Blocks `(..., blocks, bytes)` as an array of the same codes and scales."""
+    kind, front = PACKED[name]
+    codes = raw[..., front:]
+    codes = codes ^ np.uint8(128) if kind == "int8" else layouts.ggml_nibbles(codes)
+    codes = codes.reshape(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1])
+    if kind == "mxfp4":
+        return ArrayFloat.from_codes(codes, raw[..., 0], kind=kind, axis=-1, dtype=dtype)
+    pairs = raw[..., :front].reshape(*raw.shape[:-1], front // 2, 2)
+    numbers = lax.bitcast_convert_type(pairs, jnp.float16)  # the scale, and the bias if there is one
+    scale, bias = numbers[..., 0], numbers[..., 1] if front == 4 else None
+    if kind == "iq4_nl":
+        return ArrayFloat.from_codes(codes, scale, kind=kind, axis=-1, dtype=dtype)
+    return ArrayInt.from_codes(codes, scale, bias=bias, bits=int(kind[-1]), block_size=32, axis=-1, dtype=dtype)
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -142,8 +155,8 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufFile:
 def load_gguf(path: str | os.PathLike[str], *, dense: bool = False, dtype: Any = None) -> dict[str, Any]:
     """All tensors of a GGUF file by name; `dense` and `dtype` as for `GgufFile.read`.
 
-    F32, F16, BF16 and integers come as they are; Q4_0, Q4_1 and Q8_0 as `GroupedArray`s of the same codes; Q5_0, Q5_1
-    and the K types, which have no counterpart here, are decoded.
+    F32, F16, BF16 and integers come as they are; Q4_0, Q4_1, Q8_0, IQ4_NL and MXFP4 as packed arrays of the same codes
+    and scales; Q5_0, Q5_1 and the K types are decoded.
     """
     file = open_gguf(path)
     return {name: file.read(name, dense=dense, dtype=dtype) for name in file}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from eformer._kernels.formats import FP4_CODEBOOK, IQ4_NL_CODEBOOK
 from eformer.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -54,12 +55,14 @@ TYPES: dict[int, BlockType] = {
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
     15: BlockType("Q8_K", 256, 292),
+    20: BlockType("IQ4_NL", 32, 18),
     24: BlockType("I8", 1, 1, "int8"),
     25: BlockType("I16", 1, 2, "int16"),
     26: BlockType("I32", 1, 4, "int32"),
     27: BlockType("I64", 1, 8, "int64"),
     28: BlockType("F64", 1, 8, "float64"),
     30: BlockType("BF16", 1, 2, "bfloat16"),
+    39: BlockType("MXFP4", 32, 17),
 }
 
 
@@ -254,6 +257,16 @@ def q8_0(raw: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(raw[:, 2:]).view(np.int8).astype(np.float32) * _half(raw, 0)
 
 
+def iq4_nl(raw: np.ndarray) -> np.ndarray:
+    return IQ4_NL_CODEBOOK[_nibbles(raw[:, 2:])] * _half(raw, 0)
+
+
+def mxfp4(raw: np.ndarray) -> np.ndarray:
+    exponent = raw[:, :1].astype(np.int32) - 127
+    scale = np.where(exponent == 128, np.float32(np.nan), np.ldexp(np.float32(1), exponent))
+    return FP4_CODEBOOK[_nibbles(raw[:, 1:])] * scale
+
+
 def q8_k(raw: np.ndarray) -> np.ndarray:
     scale = np.ascontiguousarray(raw[:, :4]).view("<f4")
     return np.ascontiguousarray(raw[:, 4:260]).view(np.int8).astype(np.float32) * scale
@@ -311,5 +324,5 @@ def q6_k(raw: np.ndarray) -> np.ndarray:
     return (codes.reshape(-1, 16, 16) * scale[..., None]).reshape(-1, 256)
 
 
-_DECODERS = (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k)
+_DECODERS = (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k)
 DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {decode.__name__.upper(): decode for decode in _DECODERS}

@@ -30,7 +30,7 @@ from ..checkpoint.index import index_path
 from ..checkpoint.load import LazyCheckpoint
 from ..checkpoint.save import check_target, checked_metadata, shards_of
 from ..foreign.gguf import GgufFile
-from ..inspection import open_checkpoint
+from ..foreign.packed import PackedCheckpoint, open_checkpoint
 from ..safetensors.header import about, named_dtype
 from ..safetensors.reading import aligned_empty
 from ..tree.describe import KEY, NO_STRUCTURE, DescribedTree, Leaf, described_leaf, host, leaves_metadata, tree_metadata
@@ -81,6 +81,8 @@ def _safetensors_source(checkpoint: LazyCheckpoint) -> Source:
 
 
 def _safetensors_leaf(checkpoint: LazyCheckpoint, name: str, owners: Mapping[str, Any]) -> SourceLeaf:
+    if isinstance(checkpoint, PackedCheckpoint) and name in checkpoint.weights:
+        return _packed_leaf(checkpoint, name)
     value, tensors = checkpoint.abstract(name)[0], checkpoint.tensors[name]
     shapes = {t: jax.ShapeDtypeStruct(checkpoint.entry(t).shape, checkpoint.entry(t).dtype) for t in tensors}
     copy = {tensor: functools.partial(owners[tensor].chunks, tensor) for tensor in tensors}
@@ -90,6 +92,21 @@ def _safetensors_leaf(checkpoint: LazyCheckpoint, name: str, owners: Mapping[str
     (tensor,) = tensors
     file = owners[tensor]
     return SourceLeaf(leaf, value, copy, lambda buffer: file.read_into(buffer, tensor), lambda: file.announce(tensor))
+
+
+def _packed_leaf(checkpoint: PackedCheckpoint, name: str) -> SourceLeaf:
+    """A weight another program quantized: it is arranged as ours when the first of its tensors is written."""
+    value = checkpoint.abstract(name)[0]
+    leaf = described_leaf(name, value, set(checkpoint) - {name})
+    held: dict[str, Any] = {}
+
+    def pieces(tensor: str) -> list[np.ndarray]:
+        if not held:
+            made = described_leaf(name, checkpoint.read(name), set())
+            held.update(zip(leaf.tensors, made.tensors.values(), strict=True))
+        return [host(held.pop(tensor), tensor)]
+
+    return SourceLeaf(leaf, value, {tensor: functools.partial(pieces, tensor) for tensor in leaf.tensors})
 
 
 def _gguf_source(file: GgufFile) -> Source:

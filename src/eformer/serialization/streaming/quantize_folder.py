@@ -15,6 +15,7 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import INDEX_SUFFIX, SUFFIX
 from ..checkpoint.torch_file import SUFFIXES
+from ..foreign.packed import CONFIG_KEYS
 from ..safetensors.writing import atomic_file
 from .quantize_file import Source, StreamReport, open_source, plan_source, write_quantized
 
@@ -104,15 +105,13 @@ def write_folder(
         config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     except ValueError as err:
         raise CheckpointError(f"is not JSON: {err}.", file=source / CONFIG) from err
-    if config.get("quantization_config", {}).get("quant_method", "eformer") != "eformer":
-        what = f"says that the weights are quantized already: {config['quantization_config']!r:.200}."
-        raise CheckpointError(what, file=source / CONFIG, fix="Quantize the original weights.")
     target.mkdir(parents=True, exist_ok=True)
     (target / CONFIG).unlink(missing_ok=True)
     done = write_quantized(opened, planned, target / WEIGHTS, max_shard_size=max_shard_size, progress=progress)
     for path in other_files(source):
         shutil.copyfile(path, target / path.name)
-    made = {**config, "quantization_config": described(planned)}
+    kept = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    made = {**kept, "quantization_config": described(planned)}
     with atomic_file(target / CONFIG) as file:
         file.write((json.dumps(made, indent=2) + "\n").encode())
     return done

@@ -17,12 +17,12 @@ import numpy as np
 from eformer._core import ImplicitArray
 from eformer._core.fields import layout
 from eformer._formats.floating.array import ArrayFloat
-from eformer._formats.grouped.array import GroupedArray
 from eformer._formats.int8.array import Array8B
 from eformer._formats.integer.array import ArrayInt
 from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
 from eformer._formats.nf4.codec import GROUP
 from eformer._formats.onebit.array import Array1B
+from eformer._formats.permuted.array import PermutedArray
 from eformer._lora.array import LoraArray
 from eformer.errors import CheckpointError
 
@@ -184,7 +184,6 @@ def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Compr
 
 _BLOCKED = {"axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _INT8 = {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
-_GROUPED = {"codes": "uint8 or int8", "scale": FLOATING, "offset": OPTIONAL}
 _FLOAT = {"kind": str, "axis": int | None, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _LORA = {"scale": float, "left": int, "right": int}
 
@@ -199,8 +198,8 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
         {"bits": int, "block_size": int, **_BLOCKED},
     ),
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
-    ("grouped", GroupedArray, _GROUPED, {"zero": int, **_BLOCKED}),
     ("float", ArrayFloat, {"codes": "uint8", "scale": SCALE, "tensor_scale": OPTIONAL}, _FLOAT),
+    ("permuted", PermutedArray, {"w": FLOATING, "order": "int32"}, {"axis": int}),
     ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
 )
 for _name, _cls, _kinds, _fields in TYPES:

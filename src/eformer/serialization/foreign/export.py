@@ -1,0 +1,272 @@
+"""`export`: packed arrays as a folder that other programs read, where that rounds nothing.
+
+A weight is written as PyTorch has it, (out, in): the axis with the blocks last, whatever the array calls that axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from eformer._core import ImplicitArray
+from eformer._formats.floating.array import ArrayFloat
+from eformer._formats.int8.array import Array8B
+from eformer._formats.integer.array import ArrayInt
+from eformer._formats.permuted.array import PermutedArray
+from eformer._kernels.formats import unpack
+from eformer.errors import CheckpointError
+
+from ..checkpoint.load import LazyCheckpoint
+from ..safetensors.writing import atomic_file, write_file
+from ..tree.describe import Leaf, host
+from ..tree.structure import named_leaves
+from . import layouts
+from .packed import CONFIG_KEYS, open_checkpoint, read_json
+
+Stored = dict[str, Any]  # arrays by suffix
+Note = dict[str, Any]  # what the configuration says of the weight
+
+
+class _Unfit(ValueError):
+    """An array that a scheme cannot hold without rounding."""
+
+
+def _codes(q: Any) -> jax.Array:
+    """Codes (..., out, in), a byte each."""
+    if isinstance(q, ArrayInt):
+        return jnp.moveaxis(q.codes(), q.blocked, -1)
+    codes = unpack(q.codes, q.kernel_format)
+    return codes.reshape(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1])[..., : q.shape[q.blocked]]
+
+
+def _integers(q: Any, bits: tuple[int, ...], kinds: str) -> tuple[ArrayInt, Any, int]:
+    """The array of integers, how its inputs were sorted (None: not at all), and how many share a scale."""
+    order = q.order if isinstance(q, PermutedArray) else None
+    q = q if order is None else q.w
+    if not isinstance(q, ArrayInt) or q.bits not in bits or q.ndim < 2:
+        raise _Unfit(f"is {q!r}; it holds matrices of integers of {', '.join(map(str, bits))} bits{kinds}.")
+    return q, order, min(q.block_size, q.shape[q.blocked])
+
+
+def _zero_points(q: ArrayInt) -> Any:
+    if q.bias is not None or (q.zero is not None and not jnp.issubdtype(q.zero.dtype, jnp.integer)):
+        raise _Unfit("has biases, or zero points that are not integers.")
+    return q.zero
+
+
+def _signed(words: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def gptq(q: Any) -> tuple[Stored, Note]:
+    q, order, group = _integers(q, (2, 3, 4, 8), "")
+    zero, codes = _zero_points(q), _codes(q)
+    size = codes.shape[-1]
+    if q.ndim != 2 or size * q.bits % 32:
+        raise _Unfit(f"has the shape {list(q.shape)}; it holds matrices whose inputs fill words of 32 bits.")
+    place = jnp.arange(size) if order is None else jnp.argsort(order)
+    points = jnp.full(q.scale.shape, 2 ** (q.bits - 1) - 1, jnp.uint8) if zero is None else zero.astype(jnp.uint8)
+    stored = {
+        ".qweight": _signed(layouts.to_words(codes[:, place], q.bits).T),
+        ".qzeros": _signed(layouts.to_words(points.T, q.bits)),
+        ".scales": q.scale.T,
+        ".g_idx": (place // group).astype(jnp.int32),
+    }
+    form = {"sym": zero is None, "checkpoint_format": "gptq" if zero is None else "gptq_v2"}
+    return stored, {"bits": q.bits, "group_size": -1 if group == size else group, "desc_act": order is not None, **form}
+
+
+def mlx(q: Any) -> tuple[Stored, Note]:
+    if isinstance(q, ArrayFloat) and q.kind in ("mxfp4", "mxfp8", "nvfp4") and q.tensor_scale is None:
+        bits = 8 // q.row.per_byte
+        stored = {".weight": layouts.to_words(_codes(q), bits), ".scales": layouts.unsigned(q.scale)}
+        return stored, {"group_size": q.block_size, "bits": bits, "mode": q.kind}
+    q, order, group = _integers(q, (2, 3, 4, 5, 6, 8), ", MXFP4, MXFP8, and NVFP4 without a scale of the tensor")
+    bias = q.bias
+    if q.symmetric and q.scale.dtype.itemsize == 2:
+        bias = q.scale * -(2 ** (q.bits - 1))  # exact: a power of two
+    if order is not None or bias is None or group not in (32, 64, 128) or q.pad:
+        raise _Unfit(f"is {q!r} in blocks of {group}; it holds whole blocks of 32, 64 or 128, and biases of 16 bits.")
+    stored = {".weight": layouts.to_words(_codes(q), q.bits), ".scales": q.scale, ".biases": bias}
+    return stored, {"group_size": group, "bits": q.bits, "mode": "affine"}
+
+
+def fp8(q: Any, scale: str = ".weight_scale_inv") -> tuple[Stored, Note]:
+    if not isinstance(q, ArrayFloat) or q.kind not in ("fp8", "fp8_e5m2") or q.ndim != 2:
+        raise _Unfit(f"is {q!r}; it holds matrices of FP8.")
+    e5m2 = q.kind == "fp8_e5m2"
+    dtype = jnp.float8_e5m2 if e5m2 else jnp.float8_e4m3fn
+    if q.blocked is not None:
+        codes, numbers, note = _codes(q), q.scale, {"weight_block_size": [128, 128]}
+    else:
+        turned = q.scale.shape[0] == 1 and q.scale.shape[1] > 1  # a kernel of JAX: (in, out), a scale per output
+        codes, numbers = (q.codes.T, q.scale.T) if turned else (q.codes, q.scale)
+        scale, note = ".weight_scale", {}
+    return {".weight": lax.bitcast_convert_type(codes, dtype), scale: numbers}, {
+        **note,
+        "fmt": "e5m2" if e5m2 else "e4m3",
+    }
+
+
+def compressed_tensors(q: Any) -> tuple[Stored, Note]:
+    if isinstance(q, Array8B) and q.ndim == 2:
+        turned = q.scale.shape[0] == 1 and q.scale.shape[1] > 1
+        weight, scale = (q.weight.T, q.scale.T) if turned else (q.weight, q.scale)
+        note = _note("int-quantized", 8, "int", "channel" if scale.shape[0] > 1 else "tensor")
+        if scale.shape[1] == 1:
+            return {".weight": weight, ".weight_scale": scale}, note
+    if isinstance(q, ArrayFloat) and q.kind in ("fp8", "fp8_e5m2"):
+        stored, _ = fp8(q, ".weight_scale")
+        strategy = "block" if q.blocked is not None else "tensor" if stored[".weight_scale"].size == 1 else "channel"
+        more = {"block_structure": [128, 128]} if strategy == "block" else {}
+        return stored, {**_note("float-quantized", 8, "float", strategy), **more}
+    if isinstance(q, ArrayFloat) and q.kind == "mxfp4" and q.ndim == 2 and not q.pad:
+        codes, note = _codes(q), _note("mxfp4-pack-quantized", 4, "float", "group", 32)
+        return {".weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": q.scale}, note
+    q, order, group = _integers(q, (2, 4, 8), ", rows of INT8, FP8 and MXFP4")
+    zero, codes, (out, size) = _zero_points(q), _codes(q), (q.scale.shape[0], q.shape[q.blocked])
+    place = jnp.arange(size) if order is None else jnp.argsort(order)
+    stored = {
+        ".weight_packed": _signed(layouts.to_words(codes[:, place], q.bits)),
+        ".weight_scale": q.scale,
+        ".weight_shape": jnp.array([out, size], jnp.int32),
+    }
+    if zero is not None:
+        stored[".weight_zero_point"] = _signed(layouts.to_words(zero.astype(jnp.uint8).T, q.bits).T)
+    if order is not None:
+        stored[".weight_g_idx"] = (place // group).astype(jnp.int32)
+    note = _note(
+        "pack-quantized", q.bits, "int", "channel" if group == size else "group", group if group < size else None
+    )
+    return stored, {**note, "symmetric": zero is None}
+
+
+def _note(form: str, bits: int, kind: str, strategy: str, group: int | None = None) -> Note:
+    sizes = {} if group is None else {"group_size": group}
+    return {"format": form, "num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, **sizes}
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def _same(notes: Mapping[str, Note], method: str) -> Note:
+    """One configuration for all weights."""
+    first, found = next(iter(notes.items()))
+    for name, note in notes.items():
+        if note != found:
+            what = f"would need {note}, and {first!r} needs {found}; {method} has one configuration for all weights."
+            raise CheckpointError(what, tensor=name, fix="Quantize all weights alike.")
+    return {"quantization_config": {"quant_method": method, **found}}
+
+
+def _mlx_config(notes: Mapping[str, Note]) -> Note:
+    found = next(iter(notes.values()))
+    stated = {**found, **{name: note for name, note in notes.items() if note != found}}
+    return {"quantization": stated, "quantization_config": stated}
+
+
+def _groups_config(notes: Mapping[str, Note]) -> Note:
+    groups: dict[str, Any] = {}
+    for name, note in notes.items():
+        weights = {k: v for k, v in note.items() if k != "format"}
+        groups.setdefault(json.dumps(note), {"targets": [], "weights": weights, "format": note["format"]})[
+            "targets"
+        ] += [name]
+    forms = {group["format"] for group in groups.values()}
+    named = {f"group_{i}": group for i, group in enumerate(groups.values())}
+    form = forms.pop() if len(forms) == 1 else "mixed-precision"
+    stated = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return {"quantization_config": {**stated, "config_groups": named, "ignore": []}}
+
+
+WRITERS: dict[str, tuple[Callable[[Any], tuple[Stored, Note]], Callable[[Mapping[str, Note]], Note]]] = {
+    "gptq": (gptq, functools.partial(_same, method="gptq")),
+    "mlx": (mlx, _mlx_config),
+    "fp8": (fp8, functools.partial(_same, method="fp8")),
+    "compressed-tensors": (compressed_tensors, _groups_config),
+}
+
+
+def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapping[str, Any] | None = None) -> Path:
+    """Write packed arrays as a checkpoint of another program, bit for bit. Returns the folder.
+
+    Args:
+        source: a pytree of arrays, or the path of a checkpoint (what `open_checkpoint` takes).
+        folder: where `model.safetensors` and `config.json` go; made if it is not there.
+        to: "gptq", "mlx", "fp8" or "compressed-tensors".
+        config: what else `config.json` says; by default what the one beside the source says.
+
+    Dense arrays are written as they are. A packed array that the other program could only hold rounded is an error.
+    """
+    if to not in WRITERS:
+        raise ValueError(f"{to=} is unknown; allowed are {', '.join(map(repr, WRITERS))}.")
+    folder, (write, configure) = Path(folder), WRITERS[to]
+    is_path = isinstance(source, (str, os.PathLike))
+    named: Mapping[str, Any] = open_checkpoint(source) if is_path else dict(named_leaves(source)[0])
+    notes: dict[str, Note] = {}
+    leaves, owners = [], {}
+    for name in named:
+        leaf, note = _planned(
+            name, named.abstract(name)[0] if isinstance(named, LazyCheckpoint) else named[name], write, to
+        )
+        leaves.append(leaf)
+        owners |= dict.fromkeys(leaf.tensors, name)
+        notes |= {_stem(name): note} if note else {}
+    if not notes:
+        raise CheckpointError(f"has no packed array to write as {to}.", file=source if is_path else None)
+
+    @functools.lru_cache(maxsize=1)
+    def made(name: str) -> Stored:
+        value = named[name]
+        return _stored(name, write(value)[0]) if isinstance(value, ImplicitArray) else {name: value}
+
+    stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes)}
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = [tensor for leaf in leaves for tensor in leaf.layout()]
+    notice = {"format": "mlx" if to == "mlx" else "pt"}
+    write_file(folder / "model.safetensors", tensors, notice, lambda tensor: host(made(owners[tensor])[tensor], tensor))
+    with atomic_file(folder / "config.json") as file:
+        file.write(json.dumps(stated, indent=2).encode())
+    return folder
+
+
+def _planned(name: str, value: Any, write: Any, to: str) -> tuple[Leaf, Note | None]:
+    if not isinstance(value, ImplicitArray):
+        if not hasattr(value, "dtype"):
+            raise CheckpointError(f"is {value!r:.100}, not an array.", tensor=name, fix="Leave it out.")
+        return Leaf(name, name, {name: value}), None
+    note: Note = {}
+
+    def stored(q: Any) -> Stored:
+        made, found = write(q)
+        note.update(found)
+        return made
+
+    try:
+        return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
+    except _Unfit as err:
+        fix = "Quantize it in a format that needs no rounding there, or materialize it."
+        raise CheckpointError(f"cannot be written as {to}: it {err}", tensor=name, fix=fix) from err
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".kernel")
+
+
+def _stored(name: str, parts: Stored) -> Stored:
+    return {f"{_stem(name)}{suffix}": array for suffix, array in parts.items()}
+
+
+def _beside(source: Any) -> Note:
+    """The configuration of the model at a path, without what it says of quantization."""
+    path = Path(source)
+    found = read_json((path if path.is_dir() else path.parent) / "config.json")
+    return {key: value for key, value in found.items() if key not in CONFIG_KEYS}

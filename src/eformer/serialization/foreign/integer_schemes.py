@@ -1,0 +1,258 @@
+"""Integers in groups: GPTQ, AWQ, MLX, compressed-tensors.
+
+Facts of the layouts were taken from the programs that write them; `tests/serialization/test_foreign.py` has each as an
+equation in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from eformer._formats.int8.array import Array8B
+from eformer._formats.integer.array import ArrayInt
+from eformer._formats.permuted.array import PermutedArray
+
+from . import layouts
+from .scheme import (
+    FLOATS,
+    WORDS,
+    Config,
+    Parts,
+    Read,
+    Scheme,
+    expect,
+    group_size,
+    number,
+    text_of,
+    wrong,
+)
+
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+def integers(codes: Any, scale: Any, **more: Any) -> Any:
+    """An array of integers (out, in); `block_size` None is whole rows."""
+    return ArrayInt.from_codes(codes, scale, axis=-1, **more)
+
+
+def permuted(array: Any, order: Any) -> Any:
+    return array if order is None else PermutedArray(array, order, axis=-1)
+
+
+# -- GPTQ and AWQ: words of codes (in, out), scales (groups, out) ------------------------------------------------------
+
+_GPTQ = {".qweight": WORDS, ".qzeros": WORDS, ".scales": FLOATS}
+_GPTQ_BITS = (2, 3, 4, 8)
+
+
+def _fits_gptq(parts: Parts) -> bool:
+    codes, zeros, scales = (parts[suffix].shape for suffix in _GPTQ)
+    return codes[1:] == scales[1:] and zeros[:1] == scales[:1] and len(zeros) == 2
+
+
+def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    codes, zeros, (groups, out) = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape
+    bits = next((b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32)), None)
+    stated = bits if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
+    if bits is None or stated not in (None, bits) or codes.shape[0] * 32 % bits:
+        what = f"is {text_of(zeros)} for {out} outputs and codes {text_of(codes)}, which fits no number of bits"
+        raise wrong(".qzeros", f"{what} in {_GPTQ_BITS}; the quantization config says bits={stated}.")
+    size = codes.shape[0] * 32 // bits
+    group = group_size(config.get("group_size"), size, groups, ".scales")
+    order = row_order(parts, ".g_idx", size, group or size, groups, read)
+    version = config.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        fix = "Allowed are 'gptq' (zero points stored minus 1) and 'gptq_v2' (as they are)."
+        raise wrong(".qzeros", f"is of checkpoint_format={version!r:.50}, whose layout is unknown.", fix)
+    minus = 1 if version == "gptq" else 0
+    return {"bits": bits, "group": group, "minus": minus, "symmetric": config.get("sym") is True, "order": order}
+
+
+def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, read: Read) -> np.ndarray | None:
+    """Which row belongs at which place for groups to be contiguous; None if they are already."""
+    if suffix not in parts:
+        return None
+    expect(parts, suffix, (size,), f"a weight with {size} inputs")
+    found = read(suffix)
+    if found.size and (found.min() < 0 or found.max() >= groups):
+        what = f"names the groups {found.min()} to {found.max()}, but there are only {groups} (0 to {groups - 1})."
+        raise wrong(suffix, what)
+    natural = np.arange(size) // group
+    if np.array_equal(found, natural):
+        return None
+    order = np.argsort(found, kind="stable").astype(np.int32)
+    if not np.array_equal(found[order], natural):
+        counts = np.bincount(found, minlength=groups)
+        what = f"puts {counts.min()} to {counts.max()} rows into a group of {group}."
+        raise wrong(
+            suffix, what, "Groups of different sizes cannot stay packed: decode it with the program that made it."
+        )
+    return order
+
+
+def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int) -> Any:
+    """z - 1 was stored, in the bits there are: 0 became the largest."""
+    codes = layouts.bit_stream(jnp.asarray(zeros), bits)[:, :out]
+    return (codes + np.uint8(minus)) & np.uint8(2**bits - 1)
+
+
+def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, symmetric: bool, **_: Any) -> None:
+    if not symmetric:
+        return
+    middle, out = 2 ** (bits - 1), arrays[".scales"].shape[1]
+    found = np.unique(np.asarray(_gptq_zeros(arrays[".qzeros"], bits, out, minus)))
+    if found.size and (found != middle).any():
+        raise wrong(
+            ".qzeros",
+            f"holds the zero points {found[:4].tolist()}, but sym=True means {middle} everywhere.",
+            "Pass quantization={'sym': False} to take them as they are, or 'checkpoint_format': 'gptq_v2' if they were "
+            "stored without subtracting 1.",
+        )
+
+
+def _make_gptq(arrays: Any, *, bits: int, group: Any, minus: int, symmetric: bool, order: Any, dtype: str) -> Any:
+    codes, scale = layouts.along(layouts.bit_stream, arrays[".qweight"], bits, 0), arrays[".scales"]
+    if order is not None:
+        codes = codes[order]
+    zero = None if symmetric else _gptq_zeros(arrays[".qzeros"], bits, scale.shape[1], minus).T
+    made = integers(codes.T, scale.T, zero=zero, bits=bits, block_size=group, dtype=dtype)
+    return permuted(made, order)
+
+
+def _fits_awq(parts: Parts) -> bool:
+    codes, zeros, scales = (parts[suffix].shape for suffix in _GPTQ)
+    return len(scales) == 2 and zeros == (scales[0], codes[1]) and codes[1] * 8 == scales[1]
+
+
+def _plan_awq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    version, bits = str(config.get("version", "gemm")).lower(), config.get("bits", config.get("w_bit", 4))
+    if version != "gemm" or bits != 4:
+        what = f"is of AWQ version={version!r:.50}, bits={bits!r:.50}; 4 bits of version 'gemm' are read."
+        raise wrong(".qweight", what, "Convert it to that version with AutoAWQ.")
+    size, groups = parts[".qweight"].shape[0], parts[".scales"].shape[0]
+    return {"group": group_size(config.get("group_size"), size, groups, ".scales")}
+
+
+def _make_awq(arrays: Any, *, group: Any, dtype: str) -> Any:
+    codes, zero = layouts.awq_columns(arrays[".qweight"], 4).T, layouts.awq_columns(arrays[".qzeros"], 4).T
+    return integers(codes, arrays[".scales"].T, zero=zero, bits=4, block_size=group, dtype=dtype)
+
+
+# -- MLX: words of codes (out, in), scales and biases (out, groups) ----------------------------------------------------
+
+_MLX_GROUPS = (32, 64, 128)
+
+
+def _plan_mlx(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    codes, scales = parts[".weight"], parts[".scales"]
+    expect(parts, ".biases", scales.shape, "as many as scales there are")
+    if config.get("mode", "affine") != "affine" or codes.shape[:-1] != scales.shape[:-1]:
+        what = f"is {text_of(scales)} and belongs to mode='affine' of {text_of(codes)}"
+        raise wrong(".scales", f"{what}, which has other rows or mode={config.get('mode')!r:.50}.")
+    bits, group = number(config, "bits", _BITS), number(config, "group_size", _MLX_GROUPS)
+    fitting = [(b, g) for b in _BITS for g in _MLX_GROUPS if codes.shape[-1] * 32 == b * g * scales.shape[-1]]
+    fitting = [(b, g) for b, g in fitting if bits in (None, b) and group in (None, g)]
+    if len(fitting) != 1:
+        what = (
+            f"is {text_of(codes)} with scales {text_of(scales)} and the configuration bits={bits}, group_size={group}"
+        )
+        fix = "Pass quantization={'bits': ..., 'group_size': ...}."
+        raise wrong(".weight", f"{what}: as (bits, group_size) {fitting or 'nothing'} would fit.", fix)
+    return {"bits": fitting[0][0], "group": fitting[0][1]}
+
+
+def _make_mlx(arrays: Any, *, bits: int, group: int, dtype: str) -> Any:
+    codes = layouts.bit_stream(arrays[".weight"], bits)
+    more = {"bias": arrays[".biases"], "bits": bits, "block_size": group, "dtype": dtype}
+    return integers(codes, arrays[".scales"], **more)
+
+
+# -- compressed-tensors ------------------------------------------------------------------------------------------------
+
+
+def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    codes, scales = parts[".weight_packed"], parts[".weight_scale"]
+    rows, size = map(int, read(".weight_shape")) if parts[".weight_shape"].shape == (2,) else (0, 0)
+    if rows != codes.shape[0] or len(scales.shape) != 2 or scales.shape[0] not in (1, rows) or size < 1:
+        what = f"says {[rows, size]}, but the codes are {text_of(codes)} and the scales {text_of(scales)}."
+        raise wrong(".weight_shape", what)
+
+    def words(count: int, bits: int, stream: bool) -> int:
+        """In newer versions codes of 3, 5 and 6 bits go on in the next word; in older ones each word has whole ones."""
+        return -(-count * bits // 32) if stream else -(-count // (32 // bits))
+
+    ways = [(b, stream) for b in _BITS for stream in (False, True) if words(size, b, stream) == codes.shape[1]]
+    stated = weight_groups(config)
+    ways = [way for way in ways if way[0] in [group.get("num_bits") for group in stated]] or ways
+    if not ways:
+        raise wrong(".weight_packed", f"is {text_of(codes)}, but rows have {size} values: no number of bits fits.")
+    (bits, stream), groups = ways[-1], scales.shape[1]
+    expect(parts, ".weight_zero_point", (words(rows, bits, stream), groups), f"{rows} rows of {groups} zero points")
+    sizes = [s for s in (g.get("group_size") for g in stated) if type(s) is int and s > 0 and -(-size // s) == groups]
+    group = group_size(sizes[0] if sizes else None, size, groups, ".weight_scale")
+    order = row_order(parts, ".weight_g_idx", size, group or size, groups, read)
+    return {"bits": bits, "stream": stream, "rows": rows, "size": size, "group": group, "order": order}
+
+
+def weight_groups(config: Config) -> list[Mapping[str, Any]]:
+    """What `config_groups` says of weights."""
+    groups = config.get("config_groups")
+    found = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
+def _make_packed(
+    arrays: Any, *, bits: int, stream: bool, rows: int, size: int, group: Any, order: Any, dtype: str
+) -> Any:
+    unpack = layouts.bit_stream if stream else layouts.word_fields
+    codes = unpack(arrays[".weight_packed"], bits)[:, :size]
+    codes = codes if order is None else codes[:, order]
+    zero = arrays.get(".weight_zero_point")
+    if zero is not None:
+        zero = layouts.along(unpack, zero, bits, 0)[:rows]
+    scale = jnp.broadcast_to(arrays[".weight_scale"], (rows, arrays[".weight_scale"].shape[1]))
+    return permuted(integers(codes, scale, zero=zero, bits=bits, block_size=group, dtype=dtype), order)
+
+
+def _plan_int8(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    (rows, size), scale = parts[".weight"].shape, parts[".weight_scale"]
+    per_row = scale.shape in ((), (1,), (rows,)) or (len(scale.shape) == 2 and scale.shape[0] in (1, rows))
+    if not per_row:
+        raise wrong(".weight_scale", f"is {text_of(scale)}, which does not fit weights {[rows, size]}.")
+    groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    expect(parts, ".weight_zero_point", scale.shape, "one for each scale")
+    return {"group": group_size(config.get("group_size"), size, groups, ".weight_scale"), "groups": groups}
+
+
+def _make_int8(arrays: Any, *, group: Any, groups: int, dtype: str) -> Any:
+    weight, zero = arrays[".weight"], arrays.get(".weight_zero_point")
+    rows = weight.shape[0]
+    scale = jnp.broadcast_to(arrays[".weight_scale"].reshape(-1, groups), (rows, groups))
+    if group is None and zero is None:
+        return Array8B(scale, weight, dtype=jnp.dtype(dtype))
+    if zero is not None:
+        zero = jnp.broadcast_to(_shifted(zero).reshape(-1, groups), (rows, groups))
+    return integers(_shifted(weight), scale, zero=zero, bits=8, block_size=group, dtype=dtype)
+
+
+def _shifted(codes: Any) -> Any:
+    return layouts.unsigned(codes) ^ np.uint8(128)
+
+
+_CT = "compressed-tensors"
+_PACKED = {".weight_packed": WORDS, ".weight_scale": FLOATS, ".weight_shape": ("int32", "int64")}
+_SORTED = {".weight_zero_point": WORDS, ".weight_g_idx": ("int32",)}
+_MLX = {".weight": ("uint32",), ".scales": FLOATS, ".biases": FLOATS}
+_INT8 = {".weight": ("int8",), ".weight_scale": FLOATS}
+
+SCHEMES = (
+    Scheme("gptq", "gptq", _GPTQ, _plan_gptq, _make_gptq, {".g_idx": ("int32",)}, fits=_fits_gptq, check=_check_gptq),
+    Scheme("awq", "awq", _GPTQ, _plan_awq, _make_awq, fits=_fits_awq),
+    Scheme("mlx", "mlx", _MLX, _plan_mlx, _make_mlx, ndim=0),
+    Scheme("pack-quantized", _CT, _PACKED, _plan_packed, _make_packed, _SORTED),
+    Scheme("int-quantized", _CT, _INT8, _plan_int8, _make_int8, {".weight_zero_point": ("int8",)}),
+)

@@ -1,0 +1,278 @@
+"""Checkpoints of other programs as packed arrays: what is stored in several tensors is one leaf, bit for bit.
+
+Nothing is rounded again, and only what is asked for is read. `config.json` beside the file says what it is; where it is
+missing, names, dtypes and shapes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from eformer.errors import CheckpointError
+
+from ..checkpoint.index import open_set
+from ..checkpoint.load import LazyCheckpoint
+from ..safetensors.header import MAX_HEADER, Entry, about
+from ..safetensors.reading import MappedFile, aligned_empty, open_regular
+from ..tree.describe import NO_STRUCTURE
+from . import bitsandbytes, float_schemes, integer_schemes
+from .gguf import GgufFile, is_gguf, open_gguf
+from .scheme import FLOATS, Scheme, text_of, values_dtype
+
+SCHEMES: tuple[Scheme, ...] = integer_schemes.SCHEMES + float_schemes.SCHEMES
+# Tensors that mean nothing without others. `scales` and `biases` may be parameters of any model.
+_COMMON = {".weight", ".scales", ".biases", "_scales"}
+_COMPANIONS = {suffix for scheme in SCHEMES for suffix in scheme.suffixes} - _COMMON
+# Methods that a configuration may name although the weights were left dense.
+_MAY_BE_DENSE = ("bitsandbytes", "compressed-tensors", "modelopt")
+_RAW = "`eformer.open_lazy` gives the stored tensors as they are."
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight of another program: its scheme (None: bitsandbytes), the name before the suffixes, and its tensors."""
+
+    scheme: Scheme | None
+    stem: str
+    tensors: Mapping[str, str]  # by suffix
+
+
+def find_weights(entries: Mapping[str, Entry]) -> dict[str, Weight]:
+    """The quantized weights among the tensors of a file, by the name of the array each makes."""
+    found: dict[str, Weight] = {}
+    for scheme in SCHEMES:
+        codes = next(iter(scheme.needs))
+        for stem in (name.removesuffix(codes) for name in entries if name.endswith(codes)):
+            there = {s: f"{stem}{s}" for s in scheme.suffixes if f"{stem}{s}" in entries}
+            if scheme.takes({suffix: entries[name] for suffix, name in there.items()}):
+                found.setdefault(f"{stem}{scheme.leaf}", Weight(scheme, stem, there))
+    for name in (n for n in entries if bitsandbytes.STATE in n):
+        weight = name.split(bitsandbytes.STATE)[0]
+        if weight not in entries:
+            raise CheckpointError("has a quantization state, but no codes.", tensor=weight)
+        parts = (*(f"{weight}.{part}" for part in bitsandbytes.PARTS), name)
+        found[weight] = Weight(None, weight, {n: n for n in (weight, *parts) if n in entries})
+    _check_complete(entries, found)
+    return found
+
+
+def _check_complete(entries: Mapping[str, Entry], found: Mapping[str, Weight]) -> None:
+    """Every part of a quantized weight belongs to one that was found."""
+    owned = {tensor for weight in found.values() for tensor in weight.tensors.values()}
+    for name, entry in entries.items():
+        suffix = next((s for s in _COMPANIONS if name.endswith(s)), None)
+        is_word = name.endswith(".weight") and entry.dtype == np.uint32
+        if name in owned or (suffix is None and not is_word) or (suffix == "_blocks" and entry.dtype != np.uint8):
+            continue
+        stem = name.removesuffix(suffix or ".weight")
+        dense = entries.get(f"{stem}.weight")
+        if dense is not None and dense.dtype.name in FLOATS:  # values that were rounded, but not packed
+            continue
+        near = [f"{n} {text_of(e)}" for n, e in entries.items() if n.startswith(stem) and n != name][:5]
+        wanted = [f"{s.name}: {', '.join(s.needs)}" for s in SCHEMES if (suffix or ".weight") in s.suffixes]
+        what = f"is {text_of(entry)}, part of a quantized weight, but with {near or 'nothing'} beside it it makes none"
+        raise CheckpointError(f"{what} of {'; '.join(wanted)}.", tensor=name, fix=f"Fetch all files. {_RAW}")
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+CONFIG_KEYS = ("quantization_config", "quantization", "compression_config")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What `config.json` in a folder says of quantization, and the dtype of the model; empty if there is nothing."""
+    model = read_json(folder / "config.json")
+    inner: Any = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
+    stated: Any = [m[key] for m in (model, inner) for key in CONFIG_KEYS if isinstance(m.get(key), dict)]
+    config = dict(stated[0]) if stated else read_json(folder / "quantize_config.json")
+    dtypes = [m.get(key) for m in (model, inner) for key in ("dtype", "torch_dtype") if isinstance(m.get(key), str)]
+    return {**config, "dtype": dtypes[0]} if dtypes else config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    with os.fdopen(open_regular(path), "rb") as file:
+        text = file.read(MAX_HEADER)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(f"is not JSON: {str(err)[:200]}.", file=path) from err
+    if not isinstance(found, dict):
+        raise CheckpointError("is not a JSON object.", file=path)
+    return found
+
+
+# -- the checkpoint ----------------------------------------------------------------------------------------------------
+
+
+class PackedCheckpoint(LazyCheckpoint):
+    """A checkpoint of another program by the names a dense one would have; its quantized weights are packed arrays.
+
+    Opening it reads headers and `config.json`. A weight is read and arranged when it is asked for.
+    """
+
+    def __init__(
+        self, files: Any, weights: Mapping[str, Weight], config: Mapping[str, Any], *, fallback: str, memory_map: bool
+    ):
+        super().__init__(files, memory_map=memory_map)
+        self.weights, self.quantization, self._fallback = weights, config, fallback
+        leaf_of = {tensor: name for name, weight in weights.items() for tensor in weight.tensors.values()}
+        names = dict.fromkeys(leaf_of.get(name, name) for name in self.tensors)
+        self.tensors = {n: list(weights[n].tensors.values()) if n in weights else [n] for n in names}
+
+    @property
+    def schemes(self) -> list[str]:
+        """The names of the schemes its weights are stored in."""
+        return sorted({"bitsandbytes" if w.scheme is None else w.scheme.name for w in self.weights.values()})
+
+    def read(self, name: str, sharding: Any = None) -> Any:
+        weight = self.weights.get(name)
+        if weight is None:
+            return super().read(name, sharding)
+        with self._about(weight):
+            if weight.scheme is None:
+                made = self._nf4(weight, {n: self._stored(n) for n in weight.tensors})
+            else:
+                numbers = self._numbers(weight)
+                arrays = {suffix: self._stored(tensor) for suffix, tensor in weight.tensors.items()}
+                weight.scheme.check(arrays, **numbers)
+                made = _made(weight.scheme.make, *_split(numbers, arrays))
+        is_split = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+        return made.with_sharding(sharding) if is_split and hasattr(made, "with_sharding") else made
+
+    def read_slice(self, name: str, index: Any) -> Any:
+        return self.read(name)[index] if name in self.weights else super().read_slice(name, index)
+
+    def abstract(self, name: str) -> tuple[Any, dict[int, str]]:
+        weight = self.weights.get(name)
+        if weight is None:
+            return super().abstract(name)
+        with self._about(weight):
+            shapes = {
+                s: jax.ShapeDtypeStruct(self.entry(t).shape, self.entry(t).dtype) for s, t in weight.tensors.items()
+            }
+            if weight.scheme is not None:
+                static, dynamic = _split(self._numbers(weight), shapes)
+                return jax.eval_shape(functools.partial(_made, weight.scheme.make, static), dynamic), {}
+            # What the array is, its small parts tell; memory of zeros costs nothing until it is touched.
+            small = [n for n in shapes if n.endswith("quant_map") or bitsandbytes.STATE in n]
+            arrays = {n: self._stored(n) if n in small else np.zeros(s.shape, s.dtype) for n, s in shapes.items()}
+            made = self._nf4(weight, arrays)
+            return jax.eval_shape(lambda: made), {}
+
+    def _nf4(self, weight: Weight, arrays: Mapping[str, np.ndarray]) -> Any:
+        state = next(name for name in arrays if bitsandbytes.STATE in name)
+        return bitsandbytes.StoredWeight(arrays, weight.stem, state).restored(self._fallback)
+
+    def _numbers(self, weight: Weight) -> dict[str, Any]:
+        """What `make` of the scheme needs to know."""
+        assert weight.scheme is not None
+        own = self.quantization.get(weight.stem)
+        config = {**self.quantization, **(own if isinstance(own, dict) else {})}
+        parts = {suffix: self.entry(tensor) for suffix, tensor in weight.tensors.items()}
+        numbers = weight.scheme.plan(parts, config, lambda suffix: self._stored(weight.tensors[suffix]))
+        return {**numbers, "dtype": values_dtype(config, parts)}
+
+    def _stored(self, tensor: str) -> np.ndarray:
+        """A copy of a stored tensor: pages of a map would stay in memory."""
+        owner = self._owners[tensor]
+        if not isinstance(owner, MappedFile):
+            return owner.read(tensor)
+        return owner.read_into(aligned_empty(owner.entry(tensor).nbytes), tensor)
+
+    @contextlib.contextmanager
+    def _about(self, weight: Weight) -> Iterator[None]:
+        """Errors name the tensor; what array classes refuse is an error of the file."""
+        try:
+            yield
+        except CheckpointError as err:
+            tensor = weight.tensors.get(err.tensor or "", next(iter(weight.tensors.values())))
+            raise CheckpointError(err.what, file=self.path, tensor=tensor, fix=err.fix) from err.__cause__
+        except (TypeError, ValueError) as err:
+            tensor = next(iter(weight.tensors.values()))
+            raise CheckpointError(f"does not make an array: {str(err)[:500]}", file=self.path, tensor=tensor) from err
+
+
+def _split(numbers: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """What compiled code depends on, and what it is given."""
+    static = tuple((k, v) for k, v in sorted(numbers.items()) if not isinstance(v, np.ndarray))
+    return static, (dict(arrays), {k: v for k, v in numbers.items() if isinstance(v, np.ndarray)})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _made(make: Any, static: tuple[tuple[str, Any], ...], dynamic: Any) -> Any:
+    arrays, more = dynamic
+    return make(arrays, **dict(static), **more)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    quantization: Mapping[str, Any] | None = None,
+    fallback: str = "error",
+    memory_map: bool = True,
+) -> LazyCheckpoint | GgufFile:
+    """A checkpoint of any kind as a mapping from names to arrays, packed where the file is. Opening reads headers only.
+
+    Args:
+        path: a GGUF file, a safetensors file, an index of several, or a folder that holds one of them.
+        quantization: what to add to, or change in, the `quantization_config` of the `config.json` beside the file, such
+            as {"bits": 4, "group_size": 64}; "dtype" is the dtype of the values.
+        fallback: "dense" decodes weights of bitsandbytes that cannot stay packed; "error" refuses them.
+        memory_map: False copies what is read, for files that may be overwritten in place.
+    """
+    if fallback not in ("error", "dense"):
+        raise ValueError(f"{fallback=} is unknown; allowed are 'error' and 'dense'.")
+    if is_gguf(path):
+        return open_gguf(path)
+    files = open_set(path)
+    if files.leaves or files.structure is not NO_STRUCTURE:  # ours
+        return LazyCheckpoint(files, memory_map=memory_map)
+    with about(files.path):
+        weights = find_weights({name: owner.entry(name) for name, owner in files.owners.items()})
+    try:
+        config = {**read_config(files.path.parent), **(quantization or {})}
+    except CheckpointError:
+        if weights:
+            raise
+        config = {}  # nothing here needs it
+    method = config.get("quant_method")
+    if not weights and method not in (None, "eformer", *_MAY_BE_DENSE):
+        known = ", ".join(sorted({"bitsandbytes", *(scheme.method for scheme in SCHEMES)}))
+        what = f"is quantized by {method!r:.50}, as its config.json says, but no tensors here are known as such"
+        raise CheckpointError(f"{what}; read are {known}.", file=files.path, fix=_RAW)
+    if not weights:
+        return LazyCheckpoint(files, memory_map=memory_map)
+    return PackedCheckpoint(files, weights, config, fallback=fallback, memory_map=memory_map)
+
+
+def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """All arrays of a checkpoint by name, packed where the file is; arguments as for `open_checkpoint`.
+
+    GPTQ, AWQ, MLX, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes and GGUF files keep their codes and scales, so
+    nothing is rounded again. Names and shapes are those of the dense model: (out, in) for a `weight`.
+
+    >>> import tempfile, numpy as np, safetensors.numpy
+    >>> ones = np.ones((2, 1), "f2")
+    >>> stored = {"q.weight": np.zeros((2, 8), "u4"), "q.scales": ones, "q.biases": ones}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     safetensors.numpy.save_file(stored, f"{folder}/model.safetensors")
+    ...     load_checkpoint(folder, quantization={"bits": 4})["q.weight"]
+    ArrayInt(float16[2,64], int4, 4.50 bits per weight)
+    """
+    opened = open_checkpoint(path, **options)
+    return {name: opened[name] for name in opened}

@@ -1,0 +1,100 @@
+"""What a quantization scheme of another program is: which tensors make up a weight, and how they become an array.
+
+A scheme is found by the names, dtypes and shapes of its tensors; `quantization_config` adds the numbers that these
+cannot say. Weights come out as PyTorch has them, (out, in), with blocks along the last axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from eformer.errors import CheckpointError
+
+from ..safetensors.header import Entry, is_count
+
+Parts = Mapping[str, Entry]  # by suffix
+Config = Mapping[str, Any]
+Read = Callable[[str], np.ndarray]  # a small tensor of the weight, by suffix
+Dtypes = Mapping[str, tuple[str, ...]]  # by suffix
+
+FLOATS = ("float16", "bfloat16", "float32")
+WORDS = ("int32", "uint32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """One way to store a weight. `method` is the name `quantization_config` has for its family.
+
+    `needs` are the tensors a weight of this kind has and their dtypes, the codes first, `may` those it may have; `ndim`
+    is the rank of the codes (0: any), `fits` looks at shapes where dtypes do not tell. `plan` checks all that headers
+    say and returns the numbers `make` takes; `check` looks at values. `leaf` is the suffix of the array.
+    """
+
+    name: str
+    method: str
+    needs: Dtypes
+    plan: Callable[[Parts, Config, Read], dict[str, Any]]
+    make: Callable[..., Any]
+    may: Dtypes = dataclasses.field(default_factory=dict)
+    ndim: int = 2
+    fits: Callable[[Parts], bool] = lambda parts: True
+    check: Callable[..., None] = lambda arrays, **numbers: None
+    leaf: str = ".weight"
+
+    @property
+    def suffixes(self) -> list[str]:
+        return [*self.needs, *self.may]
+
+    def takes(self, parts: Parts) -> bool:
+        """Do these tensors, by suffix, make a weight of this kind?"""
+        dtypes = {**self.needs, **self.may}
+        if not set(self.needs) <= set(parts) or any(e.dtype.name not in dtypes[s] for s, e in parts.items()):
+            return False
+        rank = len(parts[next(iter(self.needs))].shape)
+        return (rank == self.ndim or (rank > 1 and not self.ndim)) and self.fits(parts)
+
+
+def wrong(suffix: str, what: str, fix: str = "") -> CheckpointError:
+    """An error about one of the tensors of a weight; whoever knows its whole name adds it."""
+    return CheckpointError(what, tensor=suffix, fix=fix or "Fetch the checkpoint again, or ask who made it.")
+
+
+def text_of(entry: Entry) -> str:
+    return f"{entry.dtype}{list(entry.shape)}"
+
+
+def expect(parts: Parts, suffix: str, shape: tuple[int, ...], why: str) -> None:
+    """Raise unless a tensor has this shape, if it is there."""
+    if suffix in parts and parts[suffix].shape != shape:
+        raise wrong(suffix, f"is {text_of(parts[suffix])}, but {why} needs the shape {list(shape)}.")
+
+
+def values_dtype(config: Config, parts: Parts) -> str:
+    """The dtype of the values: what the model says, else that of the scales, else f32."""
+    named = str(config.get("dtype", "")).removeprefix("torch.")
+    scales = [parts[s].dtype.name for s in (".scales", ".weight_scale_inv", ".weight_scale") if s in parts]
+    return next((name for name in (named, *scales) if name in FLOATS), "float32")
+
+
+def number(config: Config, key: str, allowed: tuple[int, ...]) -> int | None:
+    """A number of the configuration, or None if it is not there."""
+    found = config.get(key)
+    if found is not None and (type(found) is not int or found not in allowed):
+        raise CheckpointError(f"has {key}={found!r:.100} in its quantization config; allowed are {allowed}.")
+    return found
+
+
+def group_size(stated: Any, size: int, groups: int, suffix: str) -> int | None:
+    """How many values share a scale: what is stated if it fits, else equal groups; None for whole rows."""
+    if groups == 1:
+        return None
+    if is_count(stated) and stated and -(-size // stated) == groups:
+        return stated
+    if not groups or size % groups:
+        what = f"has {groups} groups for {size} values, and the quantization config says group_size={stated!r:.50}."
+        raise wrong(suffix, what, "Pass quantization={'group_size': ...}: how many values share a scale.")
+    return size // groups

@@ -1,0 +1,71 @@
+"""Packed arrays as folders of other programs, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eformer as ef
+from eformer import serialization as files
+
+from . import foreign_files as made
+from .test_foreign import CASES
+from .trees import assert_same
+
+EXPORTS = {
+    "gptq": ("gptq v2", "gptq, symmetric", "gptq, 3 bits", "gptq, act order", "gptq, one group", "awq"),
+    "mlx": ("mlx, 4 bits", "mlx, 3 bits", "mlx, experts", "mlx mxfp4", "mlx mxfp8", "mlx nvfp4"),
+    "fp8": ("fp8, tiles", "fp8, rows", "fp8, tensor", "fp8, e5m2"),
+    "compressed-tensors": (
+        "pack-quantized", "pack-quantized, 8 bits", "pack-quantized, zero points", "pack-quantized, act order",
+        "pack-quantized, ragged", "int-quantized", "fp8, tiles", "fp8, rows", "compressed-tensors mxfp4", "awq",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("to", "case"),
+    [
+        pytest.param(to, case, marks=() if case in (cases[0], "gptq, act order") else pytest.mark.thorough)
+        for to, cases in EXPORTS.items()
+        for case in cases
+    ],
+)
+def test_export_comes_back_bit_for_bit(to: str, case: str, tmp_path: Path):
+    source = made.written(tmp_path / "m", CASES[case](np.random.default_rng(3)), hidden_size=7)
+    folder = files.export(source, tmp_path / "out", to)
+    before, after = ef.load_checkpoint(source), ef.load_checkpoint(folder)
+    assert set(before) == set(after)
+    for name, array in before.items():
+        assert_same(after[name], array)
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 7
+
+
+def test_export_of_kernels_of_jax(tmp_path: Path):
+    """A kernel (in, out) becomes a weight (out, in) with the same values."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((128, 64)), jnp.float32)
+    packed = {"gptq": ef.quantize(w, dtype="int4", block_size=32), "fp8": ef.quantize(w, dtype="fp8")}
+    for to, q in packed.items():
+        tree = {"a": {"kernel": q, "bias": jnp.ones(64)}}
+        found = ef.load_checkpoint(files.export(tree, tmp_path / to, to))
+        assert set(found) == {"a.weight", "a.bias"}
+        np.testing.assert_array_equal(np.asarray(found["a.weight"].materialize()).T, np.asarray(q.materialize()))
+
+
+def test_what_would_be_rounded_is_not_exported(tmp_path: Path):
+    w = jnp.ones((64, 64))
+    for to in EXPORTS:
+        with pytest.raises(ef.errors.CheckpointError, match=rf"'q': cannot be written as {to}: it is ArrayNF4"):
+            files.export({"q": ef.quantize(w, dtype="nf4")}, tmp_path, to)
+    with pytest.raises(ef.errors.CheckpointError, match=r"has no packed array"):
+        files.export({"w": w}, tmp_path, "mlx")
+    with pytest.raises(ValueError, match="allowed are 'gptq', 'mlx', 'fp8', 'compressed-tensors'"):
+        files.export({"w": w}, tmp_path, "awq")
+    two = {"a": ef.quantize(w, dtype="int4", block_size=32), "b": ef.quantize(w, dtype="int8", block_size=32)}
+    with pytest.raises(ef.errors.CheckpointError, match=r"'b': would need.*'a' needs.*one configuration"):
+        files.export(two, tmp_path, "gptq")
+    assert not list(tmp_path.iterdir())
