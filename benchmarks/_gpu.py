@@ -9,26 +9,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PER_BYTE = {"nf4": 2, "int8": 1, "ternary": 4, "binary": 8}
+PER_BYTE = {"nf4": 2, "int8": 1, "ternary": 4, "binary": 8, "int4": 2, "fp4": 2, "fp8_e4m3": 1}
+IN_BLOCKS = ("nf4", "int4", "fp4")
 BLOCK = 64
 
 
 def storage(key: Any, fmt: str, rows: int, cols: int) -> tuple[jax.Array, jax.Array]:
     """Random codes and scales of a matrix in the dot form."""
-    if fmt == "nf4":
+    if fmt in IN_BLOCKS:
         blocks = -(-cols // BLOCK)
         scale = jax.random.uniform(key, (rows, blocks)) + 0.5
         return jax.random.bits(key, (rows, blocks, BLOCK // 2), jnp.uint8), scale
     bits = jax.random.bits(key, (rows, -(-cols // PER_BYTE[fmt])), jnp.uint8)
     if fmt == "int8":
         bits = jax.lax.bitcast_convert_type(bits, jnp.int8)
+    if fmt == "fp8_e4m3":
+        bits = bits & jnp.uint8(0xBF)  # no NaN
     if fmt == "ternary":
         bits = bits & jnp.uint8(0x55)  # codes 0 and 1
     return bits, jax.random.uniform(key, (rows, 1)) + 0.5
 
 
 def code_bytes(fmt: str, rows: int, cols: int) -> int:
-    return rows * cols // PER_BYTE[fmt] + 4 * rows * (cols // BLOCK if fmt == "nf4" else 1)
+    return rows * cols // PER_BYTE[fmt] + 4 * rows * (cols // BLOCK if fmt in IN_BLOCKS else 1)
 
 
 def corner_of(ys: list[jax.Array]) -> jax.Array:

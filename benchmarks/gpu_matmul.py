@@ -1,6 +1,7 @@
 """Time of products with quantized matrices on a GPU, against dense bfloat16 in JAX and the kernels of PyTorch.
 
-    python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N] [--rows M ...] [--forms dot axpy] [--no-torch]
+    python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N] [--rows M ...] [--forms dot axpy]
+        [--formats F ...] [--shapes N] [--no-torch]
 
 "dot" is x @ w, "axpy" its gradient's form, `einsum("mk,nk->mn", x, w)`; dense matrices are laid out alike.
 Every product is timed over several matrices inside one compiled program, so that no matrix comes from the cache. TB/s
@@ -20,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _gpu import BLOCK, PER_BYTE, code_bytes, corner_of, microseconds, storage
+from _gpu import BLOCK, IN_BLOCKS, PER_BYTE, code_bytes, corner_of, microseconds, storage
 
 from eformer._kernels import qmatmul
 
@@ -54,9 +55,14 @@ def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str], form: 
     rows = [{"k": k, "n": n, "m": m, "form": form, "format": "dense", "us": base}]
     for fmt in formats:
         stored = [storage(key, fmt, *((n, k) if form == "dot" else (k, n))) for key in keys]
-        if form == "axpy" and fmt != "nf4":  # a scale for every result
+        if form == "axpy" and fmt not in IN_BLOCKS:  # a scale for every result
             stored = [(codes, jnp.ones((1, n)) + scale[0, 0]) for codes, scale in stored]
-        how = {"fmt": fmt, "form": form, "cols": k if form == "dot" else n, "block": BLOCK if fmt == "nf4" else None}
+        how = {
+            "fmt": fmt,
+            "form": form,
+            "cols": k if form == "dot" else n,
+            "block": BLOCK if fmt in IN_BLOCKS else None,
+        }
 
         def products(x: Any, stored: Any, how: Any = how) -> Any:
             return corner_of([qmatmul(x, c, s, **how) for c, s in stored])
@@ -137,6 +143,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
+    parser.add_argument("--formats", choices=PER_BYTE, nargs="*", default=tuple(PER_BYTE))
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--forms", choices=("dot", "axpy"), nargs="*", default=("dot", "axpy"))
     parser.add_argument("--commit", help="of the tree that is measured, for the file")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch and bitsandbytes out")
@@ -150,12 +158,12 @@ def main() -> None:
     result = {"date": str(datetime.date.today()), "commit": options.commit, "device": device.device_kind,
               "versions": versions, "copy_tb_s": bandwidth, "rows": []}  # fmt: skip
     print(f"{device.device_kind}, copy {bandwidth:.2f} TB/s")
-    shapes, some = (SHAPES[:1], options.rows[:2]) if options.quick else (SHAPES, options.rows)
+    shapes, some = (SHAPES[:1], options.rows[:2]) if options.quick else (SHAPES[: options.shapes], options.rows)
     for m, form in itertools.product(some, options.forms):
         for k, n in shapes:
             if time.monotonic() - begin > options.seconds:
                 continue
-            rows = measure(k, n, m, bandwidth, list(PER_BYTE), form)
+            rows = measure(k, n, m, bandwidth, options.formats, form)
             if m <= 64 and form == "dot" and not options.no_torch:
                 rows += with_torch(k, n, m)
             result["rows"] += rows

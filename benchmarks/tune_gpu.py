@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _gpu import BLOCK, PER_BYTE, corner_of, microseconds, storage
+from _gpu import BLOCK, IN_BLOCKS, PER_BYTE, corner_of, microseconds, storage
 
 from eformer._kernels import cuda, qmatmul
 from eformer._kernels.cuda import tuning
@@ -29,7 +29,7 @@ def time_of(fmt: str, k: int, n: int, m: int, tiles: int, splits: int, count: in
     x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
     cuda.cut, cuda.is_skinny = (lambda *sizes: (tiles, splits)), (lambda *sizes: False)
     try:
-        block = BLOCK if fmt == "nf4" else None
+        block = BLOCK if fmt in IN_BLOCKS else None
         program = jax.jit(
             lambda x, stored: corner_of([qmatmul(x, c, s, fmt=fmt, form="dot", cols=k, block=block) for c, s in stored])
         )

@@ -9,8 +9,9 @@
 
 namespace eformer {
 
-// kNf4 is for blocks that are a multiple of 64, kNf4Fine for other multiples of 32.
-enum Fmt : int { kNf4 = 0, kInt8 = 1, kTernary = 2, kBinary = 3, kNf4Fine = 4 };
+// Ways to decode. Formats of 4 bits differ in their 16 values; those of kCode4 (int4, iq4_nl, fp4) are exact in 16-bit
+// floats. The fine ones are for blocks that are a multiple of 32, but not of 64.
+enum Fmt : int { kNf4, kInt8, kTernary, kBinary, kCode4, kE4m3, kE5m2, kNf4Fine, kCode4Fine };
 enum Dtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // Warps of a block that multiply; the others bring data in.
@@ -19,9 +20,18 @@ constexpr int kWorkers = kWarps * 32;
 
 template <int FMT>
 constexpr bool kIsNf4 = FMT == kNf4 || FMT == kNf4Fine;
-// Values in 16 stored bytes.
 template <int FMT>
-constexpr int kPerChunk = kIsNf4<FMT> ? 32 : FMT == kInt8 ? 16 : FMT == kTernary ? 64 : 128;
+constexpr bool kInNibbles = kIsNf4<FMT> || FMT == kCode4 || FMT == kCode4Fine;
+template <int FMT>
+constexpr bool kInBytes = FMT == kInt8 || FMT == kE4m3 || FMT == kE5m2;
+// Columns that share a scale, at least.
+template <int FMT>
+constexpr int kGroup = FMT == kNf4 || FMT == kCode4 ? 64 : 32;
+// Values in a stored byte, and in 16 of them.
+template <int FMT>
+constexpr int kPerByte = kInNibbles<FMT> ? 2 : kInBytes<FMT> ? 1 : FMT == kTernary ? 4 : 8;
+template <int FMT>
+constexpr int kPerChunk = 16 * kPerByte<FMT>;
 
 __host__ __device__ constexpr int item_size(int dtype) { return dtype == kF32 ? 4 : 2; }
 __host__ __device__ constexpr int clamp_to(int value, int top) { return value < 0 ? 0 : value > top ? top : value; }

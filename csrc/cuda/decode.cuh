@@ -1,25 +1,19 @@
 // Packed codes to pairs of 16-bit floats, the form in which matrix instructions take them.
 //
 // A 32-bit word of codes becomes several registers; a register holds two values, the earlier one in its low half:
-//   nf4      4 pairs, pair i = values (2i, 2i + 1): lookups by bytes in a table of all 256 pairs
-//   int8     2 pairs, pair i = values (2i, 2i + 1)
+//   nf4      4 pairs, pair i = values (2i, 2i + 1): lookups by bytes in a table of all 256 pairs; int4, iq4_nl, fp4 likewise
+//   int8     2 pairs, pair i = values (2i, 2i + 1); fp8 likewise
 //   ternary  8 pairs, pair i = values (i, i + 8)
 //   binary  16 pairs, pair i = values (i, i + 16)
-// Ternary and binary fields are turned into floats where they stand, in both halves of the word at once, which is why
-// the partners of a pair are half a word apart.
+// Ternary and binary fields are turned into floats where they stand, in both halves of the word at once, which is why the
+// partners of a pair are half a word apart.
 #pragma once
+
+#include <cuda_fp8.h>
 
 #include "common.cuh"
 
 namespace eformer {
-
-#define EFORMER_CODEBOOK                                                                                       \
-  -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,             \
-      -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,          \
-      0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f
-__device__ constexpr float kCodebook[16] = {EFORMER_CODEBOOK};
-constexpr float kHostCodebook[16] = {EFORMER_CODEBOOK};
-#undef EFORMER_CODEBOOK
 
 template <class E>
 struct Pair;
@@ -81,15 +75,15 @@ constexpr float kCodebookFactor = 1.3f;
 template <>
 constexpr float kCodebookFactor<__half> = 1.3f * 256.f;  // keeps second parts away from subnormal numbers
 
-// The table of NF4 pairs, one copy per lane so that no two lanes of a warp meet in a bank. Rows are 256 bytes apart:
+// The table of pairs of 4-bit values, one copy per lane so that no two lanes of a warp meet in a bank. Rows are 256 bytes apart:
 // then a byte permutation makes the address out of the code byte and the lane in one instruction. First parts fill 128
 // bytes of a row, second parts the others.
 constexpr int kTableBytes = 256 * 256, kSecondPart = 128;
 
-// `mine` is entry (thread & 15) of the codebook.
-template <class E, int THREADS>
+// `mine` is entry (thread & 15) of the codebook. TERMS = 1: no second parts, and no factor.
+template <class E, int THREADS, int TERMS = 2>
 __device__ __forceinline__ void fill_table(uint8_t* table, int thread, float mine) {
-  mine *= kCodebookFactor<E>;
+  mine *= TERMS == 2 ? kCodebookFactor<E> : 1.f;
   const float first = Pair<E>::cut(mine), second = mine - first;
 #pragma unroll
   for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
@@ -98,8 +92,25 @@ __device__ __forceinline__ void fill_table(uint8_t* table, int thread, float min
     const uint32_t small = Pair<E>::pack(__shfl_sync(~0u, second, high), __shfl_sync(~0u, second, low));
     if (256 * 8 % THREADS == 0 || code < 256) {
       uint4* row = reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16);
-      row[0] = make_uint4(big, big, big, big), row[kSecondPart / 16] = make_uint4(small, small, small, small);
+      row[0] = make_uint4(big, big, big, big);
+      if constexpr (TERMS == 2) row[kSecondPart / 16] = make_uint4(small, small, small, small);
     }
+  }
+}
+
+// The rough table: lane t of four has its own. In a word of `mine`, the low half is for the first value of a pair.
+template <int THREADS>
+__device__ __forceinline__ void fill_rough_table(uint8_t* table, int thread, uint4 mine) {
+#pragma unroll
+  for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
+    const int code = i * (THREADS / 8) + (thread >> 3);  // eight lanes write one row
+    const uint32_t words[4] = {mine.x, mine.y, mine.z, mine.w};
+    uint32_t pair[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+      pair[t] = __byte_perm(__shfl_sync(~0u, words[t], code >> 4), __shfl_sync(~0u, words[t], code & 15), 0x7610);
+    if (256 * 8 % THREADS == 0 || code < 256)
+      *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
 }
 
@@ -118,6 +129,31 @@ struct Decoder<kNf4, E> {
 
 template <class E>
 struct Decoder<kNf4Fine, E> : Decoder<kNf4, E> {};
+template <class E>
+struct Decoder<kCode4, E> : Decoder<kNf4, E> {};
+template <class E>
+struct Decoder<kCode4Fine, E> : Decoder<kNf4, E> {};
+
+// Two floats of 8 bits, which f16 and bf16 hold exactly.
+template <class E, int FMT>
+__device__ __forceinline__ uint32_t float8_to_floats(uint32_t two) {
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), FMT == kE4m3 ? __NV_E4M3 : __NV_E5M2);
+  if constexpr (Pair<E>::kMagicBits == 10) return raw.x | static_cast<uint32_t>(raw.y) << 16;
+  const float2 v = __half22float2(__half2(raw));
+  return Pair<E>::pack(v.x, v.y);
+}
+template <class E>
+struct Decoder<kE4m3, E> {
+  const uint8_t* table;
+  uint32_t lane4;
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const { return float8_to_floats<E, kE4m3>(word >> 16 * i); }
+};
+template <class E>
+struct Decoder<kE5m2, E> {
+  const uint8_t* table;
+  uint32_t lane4;
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const { return float8_to_floats<E, kE5m2>(word >> 16 * i); }
+};
 
 template <class E>
 struct Decoder<kInt8, E> {

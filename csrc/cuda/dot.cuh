@@ -1,13 +1,14 @@
 // y = x @ D.T for few rows of x: the product every decoding step of a language model consists of.
 //
 // A block owns some tiles of 16 rows of D and walks along their columns. Codes, the part of x that belongs to them and the scales
-// of NF4 come into shared memory by asynchronous copies, several stages ahead, as whole 128-byte lines: four warps do
+// of blocks come into shared memory by asynchronous copies, several stages ahead, as whole 128-byte lines: four warps do
 // nothing else. Eight warps split the columns of a stage (WK ways) and its tiles (8 / WK ways, at most T tiles each). Weights are the left operand of the matrix
 // instruction, so that up to eight rows of x cost one instruction per 256 weights. A lane keeps the values that are
 // neighbours in memory and the order of the summation follows from that; x is read in the same order, so nothing is
-// shuffled. NF4 multiplies the float32 sum over a block by its scale, so weights are never rounded twice.
+// shuffled. The float32 sum over a block is multiplied by its scale, so weights are never rounded twice.
 #pragma once
 
+#include "books.h"
 #include "decode.cuh"
 
 namespace eformer {
@@ -27,19 +28,21 @@ struct DotArgs {
   int32_t m_chunks, stages_per_split, stages;
   int32_t boxes;               // the copy engine fetches everything
   int32_t codes_unit, x_unit;  // alignment of the rows in bytes: 16, 4 or 1
-  // Scales of NF4: bytes per copy (16, 8 or 4; 0 when a stage holds no whole copies), bytes and copies (logarithm) per
+  // Scales of blocks: bytes per copy (16, 8 or 4; 0 when a stage holds no whole copies), bytes and copies (logarithm) per
   // row and stage, and how many groups of 64 (or 32) columns share one (logarithm).
   int32_t scale_piece, scale_bytes, scale_copies_log, scale_share_log;
   int32_t scale_dtype, row_scale, y_dtype;  // row_scale: 0 none, 1 one per row, 2 one for all
   int64_t codes_batch, scale_batch, x_batch, y_batch;
+  Book book;
 };
 
 // The columns of a warp in one stage fall into parts that are decoded and multiplied one after the other.
 template <int FMT>
 struct Parts {
-  static constexpr int kCount = FMT == kNf4 || FMT == kInt8 ? 1 : FMT == kBinary ? 4 : 2;
-  static constexpr int kSteps = FMT == kNf4Fine || FMT == kInt8 ? 2 : 4;  // matrix instructions deep
-  static constexpr int kTerms = kIsNf4<FMT> ? 2 : 1;                      // 16-bit floats whose sum is a value
+  static constexpr bool kFine = kInNibbles<FMT> && kGroup<FMT> == 32;
+  static constexpr int kCount = FMT == kBinary ? 4 : FMT == kTernary || kFine ? 2 : 1;
+  static constexpr int kSteps = kFine || kInBytes<FMT> ? 2 : 4;  // matrix instructions deep
+  static constexpr int kTerms = kIsNf4<FMT> ? 2 : 1;             // 16-bit floats whose sum is a value
 };
 
 template <int FMT, int NT, int T, int WK, int STAGES>
@@ -54,17 +57,17 @@ struct DotShape {
   static constexpr int kCols = kChunks * kPerChunk<FMT>;
   static constexpr int kTilesAcross = kWarps / WK;
   static constexpr int kTiles = T * kTilesAcross;
-  static constexpr int kTable = kIsNf4<FMT> ? kTableBytes : 0;
+  static constexpr int kTable = kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kXBytes = kCols * 2;  // of a row of x per stage
   // x lies in boxes of so many columns of every row. 64 bytes per row: lanes that read together read neighbours. 128:
   // chunks change places with the line they are in, as in the boxes of codes.
-  static constexpr int kXBox = kIsNf4<FMT> ? 32 : 64;
+  static constexpr int kXBox = kInNibbles<FMT> ? 32 : 64;
   static __device__ __forceinline__ int x_place(int x_rows, int row, int piece) {
     constexpr int kPieces = kXBox / 8;
     const int line = piece / kPieces * x_rows + row, c = piece % kPieces;
     return line * (kXBox * 2) + (kXBox == 64 ? c ^ (line & 7) : c) * 16;
   }
-  static constexpr int kScalePitch = kIsNf4<FMT> ? kCols / (FMT == kNf4 ? 64 : 32) * 4 : 0;  // one per group at most
+  static constexpr int kScalePitch = kInNibbles<FMT> ? kCols / kGroup<FMT> * 4 : 0;  // one per group at most
   // Codes lie in boxes of 128 bytes of every row; lanes that read the same chunk of eight rows do not meet in a bank.
   static __device__ __forceinline__ int place(int rows, int row, int chunk) {
     return (chunk / 8 * rows + row) * 128 + ((chunk % 8 ^ (row & 7)) * 16);
@@ -107,11 +110,10 @@ __device__ __noinline__ void issue_any(const DotArgs& a, uint8_t* base, const ui
 template <int FMT, class S>
 __device__ __noinline__ void issue_scales_any(const DotArgs& a, uint8_t* dst, const uint8_t* scale, int row0, int stage) {
   const int loader = threadIdx.x - kWorkers;
-  constexpr int kGroup = FMT == kNf4 ? 64 : 32;
   const bool raw = a.scale_piece != 0;
-  const int per_row = S::kCols / (raw ? a.block : kGroup), k0 = stage * S::kCols;
+  const int step = raw ? a.block : kGroup<FMT>, per_row = S::kCols / step, k0 = stage * S::kCols;
   for (int i = loader; i < a.tiles * 16 * per_row; i += S::kLoaders) {
-    int row = i / per_row, j = i % per_row, at = (k0 + j * (raw ? a.block : kGroup)) / a.block;
+    int row = i / per_row, j = i % per_row, at = (k0 + j * step) / a.block;
     bool there = row0 + row < a.rows && at < a.scale_cols;
     float v = there ? load_float(scale, static_cast<int64_t>(row0 + row) * a.scale_cols + at, a.scale_dtype) : 0.f;
     store_float(dst + row * (raw ? a.scale_bytes : S::kScalePitch), j, raw ? a.scale_dtype : kF32, v);
@@ -138,7 +140,7 @@ struct DotBlock {
   float acc[T][NT][4];
 
   __device__ __forceinline__ void find_scales() {
-    constexpr int kGroups = FMT == kNf4 ? 1 : 2;
+    constexpr int kGroups = 64 / kGroup<FMT>;
 #pragma unroll
     for (int u = 0; u < kGroups; ++u) {
       int place = (warp_k * kGroups + u) >> a.scale_share_log;
@@ -167,7 +169,7 @@ struct DotBlock {
     uint8_t* xs = base + block_rows * S::kSegment;
     uint8_t* scales = xs + x_bytes;
     int bytes = block_rows * S::kSegment + a.x_rows * S::kXBytes;
-    if (kIsNf4<FMT>) bytes += block_rows * a.scale_bytes;
+    if (kInNibbles<FMT>) bytes += block_rows * a.scale_bytes;
     barrier_arrive_expecting(&full[slot], bytes);
 #pragma unroll
     for (int i = 0; i < S::kBoxes; ++i) {
@@ -175,7 +177,7 @@ struct DotBlock {
                &full[slot]);
     }
     copy_box(shared_address(xs), &a.x_map, 0, x_row, stage * (S::kCols / S::kXBox), &full[slot]);
-    if constexpr (kIsNf4<FMT>) {
+    if constexpr (kInNibbles<FMT>) {
       copy_box(shared_address(scales), &a.scale_map, stage * a.scale_bytes, row0, matrix, &full[slot]);
     }
 #endif
@@ -189,7 +191,7 @@ struct DotBlock {
     uint8_t* scales = xs + x_bytes;
     if (!whole(stage)) {
       issue_any<FMT, S>(a, base, codes, x, row0, m, stage);
-      if constexpr (kIsNf4<FMT>) issue_scales_any<FMT, S>(a, scales, scale, row0, stage);
+      if constexpr (kInNibbles<FMT>) issue_scales_any<FMT, S>(a, scales, scale, row0, stage);
       return false;
     }
     const int loader = threadIdx.x - kWorkers, last_row = a.rows - 1;
@@ -221,7 +223,7 @@ struct DotBlock {
                      src + static_cast<int64_t>(r) * a.cols * 2 + piece * 16);
       }
     }
-    if constexpr (kIsNf4<FMT>) {
+    if constexpr (kInNibbles<FMT>) {
       if (!a.scale_piece) {
         issue_scales_any<FMT, S>(a, scales, scale, row0, stage);
         return false;
@@ -244,14 +246,14 @@ struct DotBlock {
 #pragma unroll
     for (int i = 0; i < kB; ++i) b[i] = 0;
     if (row >= m) return;
-    if constexpr (kIsNf4<FMT>) {
+    if constexpr (kInNibbles<FMT>) {
 #pragma unroll
       for (int c = 0; c < kB / 4; ++c) {
-        int chunk = 2 * warp_k + (FMT == kNf4 ? c : q);
+        int chunk = 2 * warp_k + (P::kFine ? q : c);
         uint4 v = *reinterpret_cast<const uint4*>(xs + S::x_place(a.x_rows, row, chunk * 4 + t));
         b[4 * c] = v.x, b[4 * c + 1] = v.y, b[4 * c + 2] = v.z, b[4 * c + 3] = v.w;
       }
-    } else if constexpr (FMT == kInt8) {
+    } else if constexpr (kInBytes<FMT>) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         int piece = (2 * warp_k + c) * 2 + (t >> 1);
@@ -306,7 +308,7 @@ struct DotBlock {
   }
   __device__ __forceinline__ void multiply(float (&sum0)[4], float (&sum1)[4], const Operands& o,
                                            const uint32_t (&b)[kB]) const {
-    if constexpr (kIsNf4<FMT>) {
+    if constexpr (kInNibbles<FMT>) {
       float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int s = 0; s < P::kSteps; ++s) {
@@ -329,7 +331,7 @@ struct DotBlock {
 
   // Scales of rows g and g + 8 of a tile for part q.
   __device__ __forceinline__ void load_scales(float (&f)[2], const uint8_t* scales, int scale_pitch, int tile, int q) const {
-    if constexpr (kIsNf4<FMT>) {
+    if constexpr (kInNibbles<FMT>) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint8_t* row = scales + (tile * S::kTilesAcross * 16 + h * 8) * scale_pitch;
@@ -470,7 +472,7 @@ struct DotBlock {
         float4 part = *reinterpret_cast<const float4*>(all + (w * m + column) * pitch + row);
         total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
       }
-      constexpr float kFactor = kIsNf4<FMT> ? 1.f / kCodebookFactor<E> : 1.f;
+      constexpr float kFactor = P::kTerms == 2 ? 1.f / kCodebookFactor<E> : 1.f;
       const float values[4] = {total.x * kFactor, total.y * kFactor, total.z * kFactor, total.w * kFactor};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -503,6 +505,7 @@ template <int FMT, class E, int NT, int T, int WK, int STAGES>
 __global__ void __launch_bounds__(DotShape<FMT, NT, T, WK, STAGES>::kThreads, 1)
     dot_kernel(const __grid_constant__ DotArgs a) {
   using S = DotShape<FMT, NT, T, WK, STAGES>;
+  using P = Parts<FMT>;
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
   // The shuffle tells the compiler that a warp never splits, so that it can use its scalar registers.
@@ -547,10 +550,10 @@ __global__ void __launch_bounds__(DotShape<FMT, NT, T, WK, STAGES>::kThreads, 1)
     if (loads) {  // never where threads are all workers
       if constexpr (!S::kSelfLoading) block.load(first, nothing ? first : last);
     } else {
-      if constexpr (kIsNf4<FMT>) {
+      if constexpr (kInNibbles<FMT>) {
         if (m0 == begin) {
           block.find_scales();
-          fill_table<E, kWorkers>(shared, threadIdx.x, kCodebook[threadIdx.x & 15]);
+          fill_table<E, kWorkers, P::kTerms>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);
           workers_sync();
         }
       }

@@ -10,8 +10,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 2;
-constexpr int64_t per_byte[4] = {2, 1, 4, 8};
+constexpr int64_t abi_version = 3;
+// Values in a stored byte, by the number of the format; 0 where there are no kernels for it.
+constexpr int64_t per_byte[10] = {2, 1, 4, 8, 2, 2, 2, 0, 1, 1};
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("eformer: " + what); }
 
@@ -38,17 +39,19 @@ std::optional<int> float_type(ffi::AnyBuffer b) {
 ffi::Error matrices(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t fmt, int64_t cols, int64_t block, Matrices* d) {
   const auto c = codes.dimensions(), s = scale.dimensions();
   const auto type = float_type(scale);
-  if (fmt < 0 || fmt > 3 || c.size() != (fmt == 0 ? 4u : 3u) || !type) return invalid("the codes do not fit the format.");
+  const bool blocks = in_nibbles(fmt);
+  if (fmt < 0 || fmt > 9 || !per_byte[fmt] || c.size() != (blocks ? 4u : 3u) || !type)
+    return invalid("the codes do not fit the format.");
   d->fmt = static_cast<int>(fmt), d->count = c[0], d->rows = c[1], d->cols = cols, d->block = static_cast<int>(block);
-  d->row_bytes = fmt == 0 ? c[2] * c[3] : c[2];
-  const int64_t needed = fmt == 0 ? (cols + block - 1) / block * block / 2 : (cols + per_byte[fmt] - 1) / per_byte[fmt];
+  d->row_bytes = blocks ? c[2] * c[3] : c[2];
+  const int64_t needed = blocks ? (cols + block - 1) / block * block / 2 : (cols + per_byte[fmt] - 1) / per_byte[fmt];
   if (d->row_bytes != needed) return invalid("the codes do not have as many columns as they should.");
   d->codes = static_cast<const uint8_t*>(codes.untyped_data());
   d->scale_dtype = *type;
   d->scale = nullptr, d->scale_rows = d->scale_cols = 1;
-  if (s.size() == 1) return fmt == 0 ? invalid("nf4 needs a scale.") : ffi::Error::Success();
+  if (s.size() == 1) return blocks ? invalid("blocks need a scale.") : ffi::Error::Success();
   if (s.size() != 3 || s[0] != c[0] || (s[1] != 1 && s[1] != c[1])) return invalid("the scale does not fit the codes.");
-  if (fmt == 0 ? s[1] != c[1] || s[2] != c[2] : s[2] != 1 && s[2] != cols) return invalid("the scale does not fit the codes.");
+  if (blocks ? s[1] != c[1] || s[2] != c[2] : s[2] != 1 && s[2] != cols) return invalid("the scale does not fit the codes.");
   d->scale = static_cast<const uint8_t*>(scale.untyped_data());
   d->scale_rows = s[1], d->scale_cols = s[2];
   return ffi::Error::Success();
@@ -57,8 +60,9 @@ ffi::Error matrices(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t fmt, int
 ffi::Error product(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, Product p, int64_t tiles, int64_t splits) {
   const auto x_type = float_type(x), y_type = float_type(y);
   if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
-  if (p.d.fmt != 0 && p.d.scale && p.d.scale_cols != 1) return invalid("scales along the columns belong into x.");
-  if (p.d.fmt == 0 && p.d.scale_dtype == 2) return invalid("the absmax of nf4 must be float32 or bfloat16.");
+  const bool blocks = in_nibbles(p.d.fmt);
+  if (!blocks && p.d.scale && p.d.scale_cols != 1) return invalid("scales along the columns belong into x.");
+  if (blocks && p.d.scale_dtype == 2) return invalid("scales of blocks must be float32 or bfloat16.");
   p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type;
   p.y = y.untyped_data(), p.y_dtype = *y_type;
   p.tiles = static_cast<int>(tiles), p.splits = static_cast<int>(splits);
@@ -83,7 +87,7 @@ ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
 
 ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                 ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
-                int64_t outs, int64_t splits) {
+                int64_t outs, int64_t splits, int64_t rest, int64_t rest_splits) {
   WideProduct w{};
   Product& p = w.p;
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
@@ -94,11 +98,12 @@ ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi
     return invalid("x and y do not fit the codes.");
   const auto x_type = float_type(x), y_type = float_type(*y);
   if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
-  if (fmt != 0 && p.d.scale && (axpy ? p.d.scale_rows : p.d.scale_cols) != 1)
+  if (!in_nibbles(fmt) && p.d.scale && (axpy ? p.d.scale_rows : p.d.scale_cols) != 1)
     return invalid("scales along the contracted axis belong into x.");
   p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type, p.m = xd[1];
   p.y = y->untyped_data(), p.y_dtype = *y_type, p.splits = static_cast<int>(splits);
   w.axpy = axpy != 0, w.width = static_cast<int>(width), w.outs = static_cast<int>(outs);
+  w.rest = static_cast<int>(rest), w.rest_splits = static_cast<int>(rest_splits);
   return finished(*x_type == 1 ? multiply_wide_bf16(stream, w) : multiply_wide_f16(stream, w));
 }
 
@@ -168,7 +173,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaWide, wide,
                                   .Attr<int64_t>("axpy")
                                   .Attr<int64_t>("width")
                                   .Attr<int64_t>("outs")
-                                  .Attr<int64_t>("splits"),
+                                  .Attr<int64_t>("splits")
+                                  .Attr<int64_t>("rest")
+                                  .Attr<int64_t>("rest_splits"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaRagged, ragged,
                               ffi::Ffi::Bind()

@@ -9,14 +9,16 @@ namespace eformer {
 
 // Matrices as they are stored; see src/eformer/_kernels/formats.py for the layout.
 struct Matrices {
-  int fmt;  // 0 nf4, 1 int8, 2 ternary, 3 binary
+  int fmt;  // 0 nf4, 1 int8, 2 ternary, 3 binary, 4 int4, 5 iq4_nl, 6 fp4, 8 fp8_e4m3, 9 fp8_e5m2
   int64_t count, rows, cols, row_bytes;
-  int block;  // of nf4
+  int block;  // of the formats of 4 bits
   const uint8_t* codes;
   const uint8_t* scale;  // null without one
   int scale_dtype;
   int64_t scale_rows, scale_cols;
 };
+
+inline bool in_nibbles(int64_t fmt) { return fmt == 0 || (fmt >= 4 && fmt <= 6); }
 
 struct Product {
   Matrices d;
@@ -48,6 +50,7 @@ struct WideProduct {
   Product p;        // splits as there, without memory for partial sums
   int axpy;         // 1 for the axpy form
   int width, outs;  // rows of x and outs per block
+  int rest, rest_splits;  // tiles that are launched behind the others, and their splits
 };
 cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w);
 cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w);

@@ -1,25 +1,32 @@
 // Whole rows of D, decoded: all of them (for products with many rows of x, which cuBLAS then computes) or those asked
 // for (embeddings). A thread decodes eight neighbours and writes them in one piece.
+#include "books.h"
 #include "common.cuh"
 #include "decode.cuh"
+#include "device.h"
 #include "kernels.h"
 
 namespace eformer {
 namespace {
 
 template <int FMT>
+__device__ __forceinline__ float half_of(uint8_t bits) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, FMT == kE4m3 ? __NV_E4M3 : __NV_E5M2)));
+}
+
+template <int FMT>
 __device__ __forceinline__ void decode_eight(float (&v)[8], const uint8_t* row, int64_t c, int valid, const float* book) {
-  constexpr int kBytes = FMT == kNf4 ? 4 : FMT == kInt8 ? 8 : FMT == kTernary ? 2 : 1;
+  constexpr int kBytes = 8 / kPerByte<FMT>;
   const uint8_t* src = row + c / 8 * kBytes;
   uint8_t bytes[kBytes];
-  const bool whole = valid == 8 || FMT != kInt8;  // packed bytes exist to the end
+  const bool whole = valid == 8 || !kInBytes<FMT>;  // packed bytes exist to the end
   if (whole && reinterpret_cast<uintptr_t>(src) % kBytes == 0 && (FMT != kNf4 || valid == 8)) {
-    if constexpr (kBytes == 8) *reinterpret_cast<uint2*>(bytes) = *reinterpret_cast<const uint2*>(src);
-    if constexpr (kBytes == 4) *reinterpret_cast<uint32_t*>(bytes) = *reinterpret_cast<const uint32_t*>(src);
-    if constexpr (kBytes == 1) bytes[0] = src[0];
+    if constexpr (kBytes == 8) *reinterpret_cast<uint2*>(bytes) = __ldg(reinterpret_cast<const uint2*>(src));
+    if constexpr (kBytes == 4) *reinterpret_cast<uint32_t*>(bytes) = __ldg(reinterpret_cast<const uint32_t*>(src));
+    if constexpr (kBytes == 1) bytes[0] = __ldg(src);
     if constexpr (kBytes == 2) {  // the last byte may be missing
-      bytes[0] = src[0];
-      bytes[1] = valid > 4 ? src[1] : 0;
+      bytes[0] = __ldg(src);
+      bytes[1] = valid > 4 ? __ldg(src + 1) : 0;
     }
   } else {
 #pragma unroll
@@ -30,6 +37,7 @@ __device__ __forceinline__ void decode_eight(float (&v)[8], const uint8_t* row, 
     if constexpr (FMT == kNf4) v[i] = book[i % 2 ? bytes[i / 2] & 15 : bytes[i / 2] >> 4];
     if constexpr (FMT == kInt8) v[i] = static_cast<int8_t>(bytes[i]);
     if constexpr (FMT == kTernary) v[i] = static_cast<float>((bytes[i / 4] >> (6 - 2 * (i % 4))) & 3) - 1.f;
+    if constexpr (FMT == kE4m3 || FMT == kE5m2) v[i] = half_of<FMT>(bytes[i]);
     if constexpr (FMT == kBinary) v[i] = (bytes[0] >> (7 - i)) & 1 ? 1.f : -1.f;
   }
 }
@@ -38,10 +46,17 @@ __device__ __forceinline__ uint32_t pack16(float a, float b, int dtype) {
   return dtype == kBf16 ? Pair<__nv_bfloat16>::pack(a, b) : Pair<__half>::pack(a, b);
 }
 
+// Says that nobody writes there meanwhile, so that the next rows are asked for before this one is stored.
+__device__ __forceinline__ float load_scale(const void* p, int64_t i, int dtype) {
+  if (dtype == kF32) return __ldg(static_cast<const float*>(p) + i);
+  if (dtype == kBf16) return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(p) + i));
+  return __half2float(__ldg(static_cast<const __half*>(p) + i));
+}
+
 template <int FMT>
-__global__ void rows_kernel(const __grid_constant__ Rows r) {
+__global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constant__ Book values) {
   __shared__ float book[16];
-  if (threadIdx.x < 16 && threadIdx.y == 0) book[threadIdx.x] = kCodebook[threadIdx.x];
+  if (threadIdx.x < 16 && threadIdx.y == 0) book[threadIdx.x] = values.v[threadIdx.x];
   __syncthreads();
   const Matrices& d = r.d;
   const int64_t pieces = (d.cols + 7) / 8, piece = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
@@ -49,6 +64,7 @@ __global__ void rows_kernel(const __grid_constant__ Rows r) {
   const int64_t c = piece * 8;
   const int valid = static_cast<int>(d.cols - c < 8 ? d.cols - c : 8);
   const bool wide = d.cols % 8 == 0 && r.y_dtype != kF32;
+  const int64_t block = FMT == kNf4 ? c / d.block : 0;
   for (int64_t i = blockIdx.y * static_cast<int64_t>(blockDim.y) + threadIdx.y; i < r.n;
        i += static_cast<int64_t>(gridDim.y) * blockDim.y) {
     const int64_t row = r.indices ? min(max(static_cast<int64_t>(r.indices[i]), int64_t{0}), d.rows - 1) : i;
@@ -56,15 +72,15 @@ __global__ void rows_kernel(const __grid_constant__ Rows r) {
     decode_eight<FMT>(v, d.codes + row * d.row_bytes, c, valid, book);
     if (d.scale) {
       // All matrices lie one behind the other: rows count through.
-      const int64_t at = (d.scale_rows == 1 ? row / d.rows : row) * d.scale_cols;
+      const int64_t at = (d.scale_rows > 1 ? row : d.count > 1 ? row / d.rows : 0) * d.scale_cols;
       if (FMT == kNf4 || d.scale_cols == 1) {
-        const float s = load_float(d.scale, FMT == kNf4 ? row * d.scale_cols + c / d.block : at, d.scale_dtype);
+        const float s = load_scale(d.scale, FMT == kNf4 ? row * d.scale_cols + block : at, d.scale_dtype);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] *= s;
       } else {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          if (e < valid) v[e] *= load_float(d.scale, at + (d.scale_cols == 1 ? 0 : c + e), d.scale_dtype);
+          if (e < valid) v[e] *= load_scale(d.scale, at + (d.scale_cols == 1 ? 0 : c + e), d.scale_dtype);
         }
       }
     }
@@ -81,15 +97,75 @@ __global__ void rows_kernel(const __grid_constant__ Rows r) {
   }
 }
 
+// All rows in order, into 16 bits, columns in whole eights: codes and scales of some rows are asked for before the first of
+// them is decoded.
+template <int FMT, class E>
+__global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Rows r, const __grid_constant__ Book values) {
+  __shared__ float book[16];
+  if (threadIdx.x < 16 && threadIdx.y == 0) book[threadIdx.x] = values.v[threadIdx.x];
+  __syncthreads();
+  constexpr int kAhead = 4;
+  const Matrices& d = r.d;
+  const int c = (blockIdx.x * blockDim.x + threadIdx.x) * 8, step = gridDim.y * blockDim.y;
+  if (c >= d.cols) return;
+  const uint8_t* codes = d.codes + c / kPerByte<FMT>;
+  const int64_t scale_column = kInNibbles<FMT> ? c / d.block : 0, scale_pitch = d.scale_rows == 1 ? 0 : d.scale_cols;
+#pragma unroll 1
+  for (int64_t first = blockIdx.y * blockDim.y + threadIdx.y; first < r.n; first += kAhead * step) {
+    uint2 words[kAhead];
+    float scale[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int64_t row = min(first + u * step, r.n - 1);
+      const uint8_t* from = codes + row * d.row_bytes;
+      words[u] = make_uint2(0, 0);
+      if constexpr (kPerByte<FMT> == 1) words[u] = __ldg(reinterpret_cast<const uint2*>(from));
+      if constexpr (kPerByte<FMT> == 2) words[u].x = __ldg(reinterpret_cast<const uint32_t*>(from));
+      if constexpr (kPerByte<FMT> == 4) words[u].x = __ldg(reinterpret_cast<const uint16_t*>(from));
+      if constexpr (kPerByte<FMT> == 8) words[u].x = __ldg(from);
+      scale[u] = d.scale ? load_scale(d.scale, row * scale_pitch + scale_column, d.scale_dtype) : 1.f;
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int64_t row = first + u * step;
+      float v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t word = kPerByte<FMT> == 1 && i >= 4 ? words[u].y : words[u].x;
+        if constexpr (kInNibbles<FMT>) v[i] = book[word >> (i / 2 * 8 + (i % 2 ? 0 : 4)) & 15];
+        if constexpr (FMT == kInt8) v[i] = static_cast<int8_t>(word >> (i % 4 * 8));
+        if constexpr (FMT == kE4m3 || FMT == kE5m2) v[i] = half_of<FMT>(static_cast<uint8_t>(word >> (i % 4 * 8)));
+        if constexpr (FMT == kTernary) v[i] = static_cast<float>(word >> (i / 4 * 8 + 6 - 2 * (i % 4)) & 3) - 1.f;
+        if constexpr (FMT == kBinary) v[i] = word >> (7 - i) & 1 ? 1.f : -1.f;
+        v[i] *= scale[u];
+      }
+      const uint4 out = make_uint4(Pair<E>::pack(v[0], v[1]), Pair<E>::pack(v[2], v[3]), Pair<E>::pack(v[4], v[5]), Pair<E>::pack(v[6], v[7]));
+      if (row < r.n) *reinterpret_cast<uint4*>(static_cast<uint8_t*>(r.y) + (row * d.cols + c) * 2) = out;
+    }
+  }
+}
+
 template <int FMT>
 cudaError_t launch(cudaStream_t stream, const Rows& r) {
   const int64_t pieces = (r.d.cols + 7) / 8;
   int across = 32;
   while (across < 256 && across < pieces) across *= 2;
   const dim3 block(across, 256 / across);
-  const int64_t down = (r.n + block.y - 1) / block.y;
-  const dim3 grid(static_cast<unsigned>((pieces + across - 1) / across), static_cast<unsigned>(down < 65535 ? down : 65535));
-  rows_kernel<FMT><<<grid, block, 0, stream>>>(r);
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  const int64_t wide = (pieces + across - 1) / across, down = (r.n + block.y - 1) / block.y;
+  const int64_t enough = 16 * device.multiprocessors / wide + 1;  // a thread decodes several rows
+  const dim3 grid(static_cast<unsigned>(wide), static_cast<unsigned>(down < enough ? down : enough));
+  const uint64_t aligned = reinterpret_cast<uintptr_t>(r.d.codes) | r.d.row_bytes;
+  const bool plain = !r.indices && r.d.cols % 8 == 0 && r.y_dtype != kF32 && aligned % 8 == 0 && r.d.cols < 1 << 30 &&
+                     (kInNibbles<FMT> || (r.d.scale_cols == 1 && (r.d.scale_rows > 1 || r.d.count == 1)));
+  if (plain && r.y_dtype == kBf16) {
+    matrix_kernel<FMT, __nv_bfloat16><<<grid, block, 0, stream>>>(r, book_of(r.d.fmt));
+  } else if (plain) {
+    matrix_kernel<FMT, __half><<<grid, block, 0, stream>>>(r, book_of(r.d.fmt));
+  } else {
+    rows_kernel<FMT><<<grid, block, 0, stream>>>(r, book_of(r.d.fmt));
+  }
   return cudaGetLastError();
 }
 
@@ -98,6 +174,9 @@ cudaError_t launch(cudaStream_t stream, const Rows& r) {
 cudaError_t decode_rows(cudaStream_t stream, const Rows& r) {
   switch (r.d.fmt) {
     case 0:
+    case 4:
+    case 5:
+    case 6:
       return r.d.block % 8 ? cudaErrorNotSupported : launch<kNf4>(stream, r);
     case 1:
       return launch<kInt8>(stream, r);
@@ -105,6 +184,10 @@ cudaError_t decode_rows(cudaStream_t stream, const Rows& r) {
       return launch<kTernary>(stream, r);
     case 3:
       return launch<kBinary>(stream, r);
+    case 8:
+      return launch<kE4m3>(stream, r);
+    case 9:
+      return launch<kE5m2>(stream, r);
   }
   return cudaErrorNotSupported;
 }

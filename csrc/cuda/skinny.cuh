@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "books.h"
 #include "decode.cuh"
 #include "skinny_ops.cuh"
 
@@ -34,27 +35,10 @@ struct SkinnyArgs {
   int32_t width_log;  // lanes of four that keep sums (logarithm)
   int64_t next_tile, next_chunk;  // bytes from a piece to the next one of its chunk, to the first one of the next chunk
   int64_t codes_batch, scale_batch, x_batch, y_batch;
-  float book[16];
-  uint4 rough_book[16];  // the codebook in f16, the two halves of four words for two times four places
+  Book book;
+  RoughBook rough_book;
   FieldBits fields;
 };
-
-// The rough table: lane t of four has its own. In a word of `mine`, the low half is for the first value of a pair.
-constexpr float kRoughFactor = 1.3184108f;
-template <int THREADS>
-__device__ __forceinline__ void fill_rough_table(uint8_t* table, int thread, uint4 mine) {
-#pragma unroll
-  for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
-    const int code = i * (THREADS / 8) + (thread >> 3);  // eight lanes write one row
-    const uint32_t words[4] = {mine.x, mine.y, mine.z, mine.w};
-    uint32_t pair[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-      pair[t] = __byte_perm(__shfl_sync(~0u, words[t], code >> 4), __shfl_sync(~0u, words[t], code & 15), 0x7610);
-    if (256 * 8 % THREADS == 0 || code < 256)
-      *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-  }
-}
 
 template <int FMT, int NT, int KC, int RING, int WARPS, int TERMS>
 struct SkinnyShape {
@@ -65,14 +49,15 @@ struct SkinnyShape {
   static constexpr int kRowsPerCopy = kCells == 1 ? 16 : 32 / kCells;
   static constexpr int kSteps = kPerChunk<FMT> / 16;  // matrix instructions per cell
   static constexpr int kX = kCells * kSteps * 2;      // registers of x per eight rows of x
-  static constexpr int kGroups = FMT == kNf4 ? KC / 64 : 1;  // sums with scales of their own
-  static constexpr int kRing = FMT == kNf4 ? kTableBytes : 0;
+  static constexpr int kGroups = kInNibbles<FMT> ? KC / kGroup<FMT> : 1;  // sums with scales of their own
+  static constexpr int kRing = kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kScales = kRing + WARPS * RING * kPiece;
-  // Behind the scales: the sums. The rough table leaves 128 bytes free in every 256; those of four warps live there.
-  static constexpr int kInTable = FMT == kNf4 && TERMS == 1 ? 4 : 0;
+  // Behind the scales: the sums. A table of single values leaves 128 bytes free in every 256; those of four warps live
+  // there.
+  static constexpr int kInTable = kInNibbles<FMT> && TERMS == 1 ? 4 : 0;
   static __host__ __device__ int scale_pitch(int cells) { return (cells | 1) * 16; }  // rows start in other banks
   static __host__ __device__ int sums(int cells, int tiles) {
-    return kScales + (FMT == kNf4 ? tiles * 16 * scale_pitch(cells) : 0);
+    return kScales + (kInNibbles<FMT> ? tiles * 16 * scale_pitch(cells) : 0);
   }
   static __host__ __device__ int sum_bytes(int tiles, int width_log) { return tiles * NT * 128 << width_log; }
   static __host__ __device__ int width_log(int m) { return m <= 2 ? 0 : m <= 4 ? 1 : 2; }
@@ -251,7 +236,7 @@ struct SkinnyWarp {
     commit_copies();
   }
   __device__ __forceinline__ void find_scales(int c) {
-    if constexpr (FMT == kNf4) {
+    if constexpr (kInNibbles<FMT>) {
 #pragma unroll
       for (int j = 0; j < S::kGroups; ++j)
         scale_at[j] = shared_address(shared) + S::kScales + g * S::scale_pitch(a.scale_cells) +
@@ -264,8 +249,10 @@ struct SkinnyWarp {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t offset = (i * 16 + h * 8) * S::scale_pitch(a.scale_cells);
-      if (plain && S::kGroups == 4) {
-        load_shared4(f[h][0], f[h][1 % S::kGroups], f[h][2 % S::kGroups], f[h][3 % S::kGroups], scale_at[0] + offset);
+      if (plain && S::kGroups % 4 == 0) {
+#pragma unroll
+        for (int j = 0; j + 3 < S::kGroups; j += 4)
+          load_shared4(f[h][j], f[h][j + 1], f[h][j + 2], f[h][j + 3], scale_at[0] + offset + 4 * j);
       } else {
 #pragma unroll
         for (int j = 0; j < S::kGroups; ++j) {
@@ -311,7 +298,7 @@ struct SkinnyWarp {
     load_codes(w);
     __syncwarp();
     issue();  // its place is free
-    if constexpr (FMT == kNf4) {
+    if constexpr (kInNibbles<FMT>) {
       float factor[2][S::kGroups];
       load_scales(factor, i);
       constexpr int kPer = S::kCells / S::kGroups * S::kSteps;
@@ -403,6 +390,7 @@ struct SkinnyWarp {
   }
   __device__ __forceinline__ float factor_of(const Element& e) const {
     if (FMT == kNf4) return 1.f / (TERMS == 1 ? kRoughFactor : kCodebookFactor<__half>);
+    if (kInNibbles<FMT>) return 1.f;
     if (!a.row_scale || e.row >= a.rows) return 1.f;
     return load_float(a.scale + e.matrix * a.scale_batch, a.row_scale == 1 ? e.row : 0, a.scale_dtype);
   }
@@ -447,17 +435,17 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
   w.ring = w.oldest = shared_address(shared) + S::kRing + warp * (RING * S::kPiece);
   w.at_group(w.count > 0 ? static_cast<int>(blockIdx.x) : a.total);
   w.load_x(w.first_chunk, w.matrix_of(blockIdx.x));  // first: the pieces come in any order, and none is of use without x
-  if constexpr (FMT == kNf4) w.fetch_scales(blockIdx.x, warp);
+  if constexpr (kInNibbles<FMT>) w.fetch_scales(blockIdx.x, warp);
 #pragma unroll 1
   for (int i = 0; i < RING; ++i) w.issue();
   const int share = (w.g << a.width_log) + w.t;
   w.sums = shared_address(shared) + S::sum_unit(a, warp, share >> 3) + (share & 7) * 16;
   w.sum_pitch = (warp < S::kInTable ? 256 : 128) << a.width_log;
-  if constexpr (FMT == kNf4) {
-    if constexpr (TERMS == 1) {
-      fill_rough_table<S::kThreads>(shared, threadIdx.x, a.rough_book[threadIdx.x & 15]);
+  if constexpr (kInNibbles<FMT>) {
+    if constexpr (FMT == kNf4 && TERMS == 1) {
+      fill_rough_table<S::kThreads>(shared, threadIdx.x, a.rough_book.v[threadIdx.x & 15]);
     } else {
-      fill_table<__half, S::kThreads>(shared, threadIdx.x, a.book[threadIdx.x & 15]);
+      fill_table<typename decltype(w)::Operand, S::kThreads, TERMS>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);
     }
     wait_for_all_but<RING>();  // the scales
     __syncthreads();
@@ -468,7 +456,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
     w.run(index);
     __syncthreads();
     const int next = index + gridDim.x;
-    if (FMT == kNf4 && next < a.total) w.fetch_scales(next, warp);
+    if (kInNibbles<FMT> && next < a.total) w.fetch_scales(next, warp);
     w.finish(index, factor);
     if (next < a.total) {
       wait_for_copies();

@@ -1,12 +1,11 @@
 // Puts one product on a stream for the kernel of skinny.cuh, or says that it does not take it.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <cmath>
 
 #include "device.h"
 #include "kernels.h"
+#include "parts.h"
 #include "skinny.cuh"
 
 namespace eformer {
@@ -29,30 +28,6 @@ inline uint32_t magic_of(int64_t divisor) {
   return static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor);
 }
 
-// Eight roundings of the codebook to f16, whose mean is a value within a sixteenth of the last place; for the factor it
-// is within 4e-7 of all values, whatever the weights are: normal, uniform, with long tails, in blocks of any size.
-inline const uint4* rough_book() {
-  static const auto made = [] {
-    std::array<uint4, 16> book{};
-    constexpr int kOrder[4] = {0, 6, 3, 5};  // of a place; the second of two columns gets 7 minus that
-    for (int c = 0; c < 16; ++c) {
-      const double value = static_cast<double>(kHostCodebook[c]) * kRoughFactor;
-      uint32_t words[4] = {0, 0, 0, 0};
-      for (int i = 0; i < 8 && value != 0; ++i) {
-        const int order = i % 2 ? 7 - kOrder[i / 2] : kOrder[i / 2];
-        int exponent;
-        std::frexp(value, &exponent);
-        const double rounded = std::ldexp(std::floor(std::ldexp(value, 11 - exponent) + (order + 0.5) / 8), exponent - 11);
-        const __half_raw bits = __half(static_cast<float>(rounded));
-        words[i / 2] |= static_cast<uint32_t>(bits.x) << (i % 2 * 16);
-      }
-      book[c] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    return book;
-  }();
-  return made.data();
-}
-
 template <int FMT, class E, int NT, int KC, int RING, int WARPS = 16, int TERMS = 1>
 cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& device) {
   using S = SkinnyShape<FMT, NT, KC, RING, WARPS, TERMS>;
@@ -61,13 +36,13 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   if (d.cols % KC || aligned % 16 || d.rows < 16 || p.groups) return cudaErrorNotSupported;
   const int64_t scale_row = d.scale ? d.scale_cols * item_size(d.scale_dtype) : 0;
   int share_log = 0;
-  if (FMT == kNf4) {
-    while ((64 << share_log) < d.block) ++share_log;
+  if (kInNibbles<FMT>) {
+    while ((kGroup<FMT> << share_log) < d.block) ++share_log;
     const uint64_t there = static_cast<uint64_t>(scale_row) | reinterpret_cast<uintptr_t>(d.scale);
-    if ((64 << share_log) != d.block || there % 16) return cudaErrorNotSupported;
+    if ((kGroup<FMT> << share_log) != d.block || there % 16) return cudaErrorNotSupported;
   }
   SkinnyArgs a{};
-  a.scale_cells = FMT == kNf4 ? static_cast<int32_t>(scale_row / 16) : 0, a.share_log = share_log;
+  a.scale_cells = kInNibbles<FMT> ? static_cast<int32_t>(scale_row / 16) : 0, a.share_log = share_log;
   a.tiles = skinny_tiles<S>(p, a.scale_cells, device);
   if (a.tiles == 0) return cudaErrorNotSupported;
   const int64_t groups = ceil_div<int64_t>(d.rows, a.tiles * 16);
@@ -79,12 +54,12 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   a.groups = static_cast<int32_t>(groups), a.total = static_cast<int32_t>(groups * d.count);
   a.tiles_magic = magic_of(a.tiles), a.groups_magic = magic_of(groups);
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
-  a.row_scale = FMT == kNf4 || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
+  a.row_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
   a.width_log = S::width_log(a.m);
   a.next_tile = 16 * d.row_bytes, a.next_chunk = S::kSegment - (a.tiles - 1) * a.next_tile;
   a.codes_batch = d.row_bytes * d.rows, a.x_batch = p.m * d.cols, a.y_batch = p.m * d.rows;
   a.scale_batch = d.scale_rows * scale_row;
-  for (int i = 0; i < 16; ++i) a.book[i] = kHostCodebook[i], a.rough_book[i] = rough_book()[i];
+  if constexpr (kInNibbles<FMT>) a.book = book_of(d.fmt), a.rough_book = rough_book();
   if constexpr (FMT == kTernary || FMT == kBinary) a.fields = Weights<FMT, E>::field_bits();
   auto* kernel = &skinny_kernel<FMT, E, NT, KC, RING, WARPS, TERMS>;
   static std::atomic<uint64_t> allowed{0};
@@ -96,38 +71,23 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
 
 // Rings are short: what is asked for far ahead comes in any order, and the first piece late. Where 256 columns are more
 // chunks than warps and 512 are not, ternary and binary take 512, so that a warp needs x once.
-template <int FMT, class E>
-cudaError_t choose_fields(cudaStream_t stream, const Product& p, const Device& device) {
-  if (p.m > 8) return launch_skinny<FMT, E, 2, 256, FMT == kBinary ? 2 : 1>(stream, p, device);
-  const bool wide = p.d.cols % 512 == 0 && p.d.cols > 4096 && p.d.cols <= 8192;
-  return wide ? launch_skinny<FMT, E, 1, 512, 1>(stream, p, device) : launch_skinny<FMT, E, 1, 256, 2>(stream, p, device);
-}
-template <class E, int TERMS>
-cudaError_t choose_nf4(cudaStream_t stream, const Product& p, const Device& device) {
-  if (p.m > 8) return launch_skinny<kNf4, E, 2, 256, 1, 12, TERMS>(stream, p, device);
-  return p.m > 2 ? launch_skinny<kNf4, E, 1, 256, 1, 16, TERMS>(stream, p, device)
-                 : launch_skinny<kNf4, E, 1, 256, 2, 16, TERMS>(stream, p, device);
-}
-template <class E>
-cudaError_t choose_skinny(cudaStream_t stream, const Product& p, const Device& device) {
-  if (p.m > 16) return cudaErrorNotSupported;
-  switch (p.d.fmt) {
-    case 0:
-      if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-        if (p.y_dtype == kBf16) return choose_nf4<E, 1>(stream, p, device);
-      }
-      return choose_nf4<E, 2>(stream, p, device);
-    case 1:
-      if (p.m > 8) return launch_skinny<kInt8, E, 2, 128, 2, 12>(stream, p, device);
-      if (p.d.rows * p.d.cols <= int64_t{1} << 24) return launch_skinny<kInt8, E, 1, 128, 1>(stream, p, device);
-      return p.d.rows * p.d.cols <= int64_t{1} << 27 ? launch_skinny<kInt8, E, 1, 128, 2>(stream, p, device)
-                                                     : launch_skinny<kInt8, E, 1, 128, 3>(stream, p, device);
-    case 2:
-      return choose_fields<kTernary, E>(stream, p, device);
-    case 3:
-      return choose_fields<kBinary, E>(stream, p, device);
+template <int FMT, class E, int TERMS>
+cudaError_t multiply_skinny(cudaStream_t stream, const Product& p, const Device& device) {
+  const int64_t values = p.d.rows * p.d.cols;
+  if constexpr (kInNibbles<FMT>) {
+    if (p.m > 8) return launch_skinny<FMT, E, 2, 256, 1, 12, TERMS>(stream, p, device);
+    return p.m > 2 ? launch_skinny<FMT, E, 1, 256, 1, 16, TERMS>(stream, p, device)
+                   : launch_skinny<FMT, E, 1, 256, 2, 16, TERMS>(stream, p, device);
+  } else if constexpr (kInBytes<FMT>) {
+    if (p.m > 8) return launch_skinny<FMT, E, 2, 128, 2, 12>(stream, p, device);
+    if (values <= int64_t{1} << 24) return launch_skinny<FMT, E, 1, 128, 1>(stream, p, device);
+    return values <= int64_t{1} << 27 ? launch_skinny<FMT, E, 1, 128, 2>(stream, p, device)
+                                      : launch_skinny<FMT, E, 1, 128, 3>(stream, p, device);
+  } else {
+    if (p.m > 8) return launch_skinny<FMT, E, 2, 256, FMT == kBinary ? 2 : 1>(stream, p, device);
+    const bool wide = p.d.cols % 512 == 0 && p.d.cols > 4096 && p.d.cols <= 8192;
+    return wide ? launch_skinny<FMT, E, 1, 512, 1>(stream, p, device) : launch_skinny<FMT, E, 1, 256, 2>(stream, p, device);
   }
-  return cudaErrorNotSupported;
 }
 
 }  // namespace eformer

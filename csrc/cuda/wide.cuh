@@ -1,12 +1,12 @@
 // y = x @ D.T (dot form) or x @ D (axpy form) for many rows of x, on Hopper: y.T = W x.T, where W is decoded into
 // the registers from which `wgmma` takes its left operand, and x lies in shared memory as the right one.
 //
-// A block owns some outs (rows of y.T) and N rows of x. One warpgroup loads: a warp asks the copy engine for codes, one
-// for x, two bring the scales of NF4. The other G warpgroups decode one step
+// A block owns some outs (rows of y.T) and N rows of x. One warpgroup loads: a warp asks the copy engine for codes and
+// the scales of blocks, one for x; two make of the scales what is multiplied with. The other G warpgroups decode one step
 // while the matrix unit works on the step before. Each value of D is decoded once per N rows of x. Blocks that share a
 // tile (splits of the depth) form a cluster and add their sums through shared memory, always in the same order. With
-// D = 2, half of the warpgroups take every second 64 columns instead of other outs. Values of NF4 are rounded to 16 bits
-// behind the multiplication with their scale; TERMS = 2 makes them sums of two bf16, where the result is float32.
+// D = 2, half of the warpgroups take every second 64 columns instead of other outs. Values of 4 bits are rounded to 16
+// bits behind the multiplication with their scale; TERMS = 2 makes them sums of two bf16, where the result is float32.
 #pragma once
 
 #include "wide_load.cuh"
@@ -86,7 +86,9 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) {
         const int column = i / 4 * 8 + 2 * t + i % 2, h = i / 2 % 2;
-        const int out = FORM == kDot ? side * 64 + warp * 16 + g + 8 * h : side * 128 + warp * 32 + g * 4 + tile * 2 + h;
+        const int out = FORM == kDot         ? side * 64 + warp * 16 + g + 8 * h
+                        : S::kTiles == 2 ? side * 128 + warp * 32 + g * 4 + tile * 2 + h
+                                         : side * 64 + warp * 16 + g * 2 + h;
         sums[column * W::kPitch + out] = acc[tile][i];
       }
   }
@@ -136,9 +138,8 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
   }
 };
 
-// All 256 pairs of NF4 values in float32, one copy per lane, by `count` threads.
-__device__ __forceinline__ void fill_wide_table(uint8_t* table, int thread, int count) {
-  const float mine = kCodebook[thread & 15];
+// All 256 pairs of NF4 values in float32, one copy per lane, by `count` threads. `mine` is value (thread & 15).
+__device__ __forceinline__ void fill_wide_table(uint8_t* table, int thread, int count, float mine) {
   for (int i = thread; i < 256 * 16; i += count) {
     const int code = i >> 4;  // sixteen lanes write one row
     const float first = __shfl_sync(~0u, mine, code >> 4), second = __shfl_sync(~0u, mine, code & 15);
@@ -156,7 +157,8 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const int split = blockIdx.y, splits = gridDim.y;
   WideBlock<FMT, E, FORM, N, G, D, TERMS> block{{a, shared}};
-  block.out0 = blockIdx.x / a.m_chunks * W::kOuts, block.m0 = blockIdx.x % a.m_chunks * N;
+  const int tile = a.first_tile + blockIdx.x;
+  block.out0 = tile / a.m_chunks * W::kOuts, block.m0 = tile % a.m_chunks * N;
   block.matrix = blockIdx.z;
   block.first = split * a.stages_per_split, block.last = min(a.stages, block.first + a.stages_per_split);
   block.init();
@@ -168,15 +170,21 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
     const int role = warp - G * 4;
     if (role == 0 && lane == 0) block.load_codes();
     if (role == 1 && lane == 0) block.load_x();
-    if constexpr (FMT == kNf4) {
+    if constexpr (kInNibbles<FMT>) {
       if (role >= 2) block.load_scales(threadIdx.x - G * 128 - 64);
     }
     __syncwarp();
     if (cluster) cluster_sync(), cluster_sync();
   } else {
     take_registers<W::kRegisters>();
-    if constexpr (FMT == kNf4) {
-      fill_wide_table(shared, threadIdx.x, G * 128);
+    if constexpr (kInNibbles<FMT>) {
+      if constexpr (kRough<FMT, E, TERMS>) {
+        fill_rough_table<G * 128>(shared, threadIdx.x, a.rough_book.v[threadIdx.x & 15]);
+      } else if constexpr (FMT == kNf4) {
+        fill_wide_table(shared, threadIdx.x, G * 128, a.book.v[threadIdx.x & 15]);
+      } else {
+        fill_table<E, G * 128, 1>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);
+      }
       asm volatile("bar.sync 1, %0;" ::"n"(G * 128) : "memory");
     }
     float acc[W::S::kTiles][N / 2];

@@ -4,38 +4,41 @@
 // and (2t + 8, 2t + 9), in this order of registers: first row, second row, first row + 8 columns, second row + 8 columns.
 // x is the other operand and lies in shared memory in its natural order, so the order of the columns is given.
 //
-// A decoder fills the 16 registers of one step: dot form 64 columns of one tile of 64 rows, axpy form 32 of two tiles.
-// It first loads stored words, which is worth doing a step ahead.
+// A decoder fills the 16 registers of one step: 64 columns of one tile of 64 rows, or (axpy form) 32 of two tiles. It
+// first loads stored words, which is worth doing a step ahead.
 #pragma once
 
 #include "decode.cuh"
+#include "parts.h"
 #include "wide_mma.cuh"
 
 namespace eformer {
 
-enum Form : int { kDot = 0, kAxpy = 1 };
-
 // What a stage of codes is. `outs` are the rows of y.T, `deep` the axis that is summed over. SIDES warpgroups have outs of
 // their own, D of them share the same outs and take turns with the depth.
-template <int FMT, int FORM, int SIDES, int D>
+template <int FMT, int FORM, int SIDES, int D, int TILES>
 struct WideStage {
-  static constexpr int kPerByte = FMT == kNf4 ? 2 : FMT == kInt8 ? 1 : FMT == kTernary ? 4 : 8;
-  static constexpr int kTiles = FORM == kDot ? 1 : 2;  // tiles of 64 outs per warpgroup
+  static constexpr int kPerByte = eformer::kPerByte<FMT>;
+  static constexpr int kTiles = TILES;                 // of 64 outs, per warpgroup
   static constexpr int kOuts = 64 * kTiles;            // of a warpgroup
   static constexpr int kAllOuts = SIDES * kOuts;
-  static constexpr int kDeep = FORM == kAxpy || (FMT == kInt8 && D == 1) ? 128 : 256;
+  static constexpr int kDeep = (FORM == kAxpy && D < 4) || (kInBytes<FMT> && D == 1) ? 128 : 256;
   static constexpr int kXStages = kDeep / 64;
-  static constexpr int kSteps = FORM == kDot ? 1 : 2;  // per 64 columns of x
+  static constexpr int kSteps = kTiles;  // per 64 columns of x
   static constexpr int kRowBytes = (FORM == kDot ? kDeep : kAllOuts) / kPerByte;  // of a stored row
   static constexpr int kBoxBytes = kRowBytes < 128 ? kRowBytes : 128;
   static constexpr int kBoxes = kRowBytes / kBoxBytes, kBoxRows = FORM == kDot ? kAllOuts : kDeep;
   static constexpr int kBytes = kBoxRows * kRowBytes;
-  // Scales of NF4 in float32: dot, one for every out and 64 columns; axpy, one for every place along the depth and 64
-  // outs, those of two neighbours along the depth side by side. They are made in pieces of kScales.
-  static constexpr int kScales = FORM == kDot ? kXStages : kAllOuts / 64;
-  static constexpr int kScaleBytes = FMT == kNf4 ? (FORM == kDot ? kAllOuts : kDeep) * kScales * 4 : 0;
+  // Scales of blocks, in 32 bits: dot, one for every out and group of columns; axpy, one for every place along the depth
+  // and group of outs, those of two neighbours along the depth side by side. They are made in pieces of kScales. Those of
+  // NF4 are float32. Others are sums of two bf16, which stand side by side; axpy, both of two neighbours, then the rest.
+  static constexpr int kScales = (FORM == kDot ? kDeep : kAllOuts) / kGroup<FMT>;
+  static constexpr int kScaleRows = kInNibbles<FMT> ? (FORM == kDot ? kAllOuts : kDeep) : 0;
+  static constexpr int kScaleBytes = kScaleRows * kScales * 4;
+  // As they are stored, the copy engine brings them in whole 16 bytes.
+  static constexpr int kRawRow = kScales * 4 < 16 ? 16 : kScales * 4, kRawBytes = kScaleRows * kRawRow;
   // Loading the words of the next step early pays where they are many and no table is waited for.
-  static constexpr bool kAhead = FMT == kInt8;
+  static constexpr bool kAhead = kInBytes<FMT>;
 };
 
 #if EFORMER_HAS_WGMMA
@@ -69,6 +72,18 @@ __device__ __forceinline__ void scaled(uint32_t& first, uint32_t& second, float2
                            __uint_as_float(hb | 1) - __uint_as_float(hb & 0xFFFF0000u));
   }
 }
+// The same from the table of f16, for a bf16 result: `scale` undoes the factor of that table.
+template <class E>
+__device__ __forceinline__ uint32_t scaled_rough(uint32_t value, float low, float high) {
+  const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&value));
+  return Pair<E>::pack(v.x * low, v.y * high);
+}
+// Exact values times scales that are sums of two bf16: rounded once.
+__device__ __forceinline__ uint32_t scaled_exact(uint32_t value, uint32_t scale, uint32_t rest) {
+  return Pair<__nv_bfloat16>::fma(value, scale, Pair<__nv_bfloat16>::mul(value, rest));
+}
+template <int FMT, class E, int TERMS>
+constexpr bool kRough = FMT == kNf4 && TERMS == 1 && item_kind<E> == kBf16;
 // Fields of WIDTH bits in both halves of a register: (field | 2^n) * factor - bias.
 template <class E, int LOW_BIT, int HIGH_BIT, int WIDTH>
 struct Fields {
@@ -79,12 +94,14 @@ struct Fields {
   static constexpr uint32_t kBias =
       (Pair<E>::bits((1 << (kBits - kLow)) + 1, 0) | Pair<E>::bits((1 << (kBits - kHigh)) + 1, 0) << 16) | 0x80008000u;
 };
-// Signed bytes in bits 0..7 and 16..23; `magic` is kByteMagic.
+// Bytes in bits 0..7 and 16..23 (`magic` is kByteMagic) or, of 8-bit floats, in 0..7 and 8..15.
 template <class E>
 constexpr uint32_t kByteMagic = item_kind<E> == kBf16 ? 0x43004300u : 0x64806480u;
-template <class E>
+template <class E, int FMT>
 __device__ __forceinline__ uint32_t bytes_to_floats(uint32_t r, uint32_t magic) {
-  if constexpr (item_kind<E> == kBf16) {  // 128 + low seven bits, minus 128 or (sign bit set) 256
+  if constexpr (FMT != kInt8) {
+    return float8_to_floats<E, FMT>(r);
+  } else if constexpr (item_kind<E> == kBf16) {  // 128 + low seven bits, minus 128 or (sign bit set) 256
     return Pair<E>::fma((r & 0x00800080u) | magic, 0xBF80BF80u, (r & 0x007F007Fu) | magic);
   } else {
     return Pair<E>::fma((r & 0x00FF00FFu) ^ magic, 0x3C003C00u, 0xE480E480u);  // minus 1152
@@ -97,23 +114,26 @@ struct WideDecoder;
 template <int FMT, class E, class S, int TERMS>
 struct WideDecoder<FMT, E, kDot, S, TERMS> {
   using F = Fields<E, FMT == kTernary ? 2 : 3, FMT == kTernary ? 0 : 2, FMT == kTernary ? 2 : 1>;
+  static constexpr int kGroups = 64 / kGroup<FMT>;  // with a scale of their own
   static constexpr int kChunks = 4 / S::kPerByte;                       // of 16 bytes per row and 64 columns
   static constexpr int kWords = FMT == kBinary ? 2 : kChunks ? 4 * kChunks : 4;  // per row and step
   struct Words {
     uint32_t w[2][kWords];  // rows g and g + 8
-    float scale[2];
+    uint32_t scale[2][kGroups];
   };
-  uint32_t table, lane8, select, rotate, row, g;
+  uint32_t table, lane_at, select, rotate, row, g;
   uint32_t magic, factor, bias;  // of integers in a float's low bits
 
   static __device__ __forceinline__ void put_constants(uint32_t* to) {
-    to[0] = FMT == kInt8 ? kByteMagic<E> : Pair<E>::kMagic * 0x00010001u, to[1] = F::kFactor, to[2] = F::kBias;
+    to[0] = kInBytes<FMT> ? kByteMagic<E> : Pair<E>::kMagic * 0x00010001u, to[1] = F::kFactor, to[2] = F::kBias;
   }
   __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
     const uint32_t t = lane % 4;
     g = lane / 4, row = side * 64 + warp * 16 + g;
-    table = table_at, lane8 = lane * 8;
-    select = FMT == kNf4 ? 0x5504 | t << 4 : (2 * t) | (2 * t + 1) << 8;
+    table = table_at, lane_at = lane * (FMT == kNf4 && !kRough<FMT, E, TERMS> ? 8 : 4);
+    select = kInNibbles<FMT> ? 0x5504 | t << 4
+             : FMT == kInt8 ? (2 * t) | (2 * t + 1) << 8
+                            : (2 * t) | (2 * t + 1) << 4;
     rotate = FMT == kTernary ? 8 * (t / 2) + (t % 2 ? 0 : 4) : (36 - 2 * t) % 32;
     magic = load_word(constants), factor = load_word(constants + 4), bias = load_word(constants + 8);
   }
@@ -122,10 +142,11 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t r = row + h * 8;
-      if constexpr (FMT == kNf4) {
-        v.scale[h] = __uint_as_float(load_word(scales + (r * S::kXStages + stage) * 4));
+      if constexpr (kInNibbles<FMT>) {
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) v.scale[h][i] = load_word(scales + (r * S::kScales + stage * kGroups + i) * 4);
       }
-      if constexpr (FMT == kNf4 || FMT == kInt8) {
+      if constexpr (kInNibbles<FMT> || kInBytes<FMT>) {
         constexpr int kPerBox = 8 / kChunks;  // steps in a box
         const uint32_t box = codes + stage / kPerBox * (S::kAllOuts * 128) + r * 128;
 #pragma unroll
@@ -138,8 +159,16 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
       }
     }
   }
-  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, float scale) const {
-    scaled<E, TERMS>(a, rest, load_floats(table + __byte_perm(word, lane8, select)), scale, scale);
+  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, uint32_t scale) const {
+    const uint32_t at = table + __byte_perm(word, lane_at, select);
+    const float factor = __uint_as_float(scale);
+    if constexpr (FMT != kNf4) {
+      a = scaled_exact(load_word(at), __byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232));
+    } else if constexpr (kRough<FMT, E, TERMS>) {
+      a = scaled_rough<E>(load_word(at), factor, factor);
+    } else {
+      scaled<E, TERMS>(a, rest, load_floats(at), factor, factor);
+    }
   }
   __device__ __forceinline__ uint32_t fields(uint32_t halves) const {
     return Pair<E>::fma((halves & F::kMask) | magic, factor, bias);
@@ -150,12 +179,12 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {  // 16 columns each
         uint32_t &left = a[0][4 * k + h], &right = a[0][4 * k + 2 + h];
-        if constexpr (FMT == kNf4) {
-          look_up(left, a[TERMS - 1][4 * k + h], v.w[h][2 * k], v.scale[h]);
-          look_up(right, a[TERMS - 1][4 * k + 2 + h], v.w[h][2 * k + 1], v.scale[h]);
-        } else if constexpr (FMT == kInt8) {
-          left = bytes_to_floats<E>(__byte_perm(v.w[h][4 * k], v.w[h][4 * k + 1], select), magic);
-          right = bytes_to_floats<E>(__byte_perm(v.w[h][4 * k + 2], v.w[h][4 * k + 3], select), magic);
+        if constexpr (kInNibbles<FMT>) {
+          look_up(left, a[TERMS - 1][4 * k + h], v.w[h][2 * k], v.scale[h][k * kGroups / 4]);
+          look_up(right, a[TERMS - 1][4 * k + 2 + h], v.w[h][2 * k + 1], v.scale[h][k * kGroups / 4]);
+        } else if constexpr (kInBytes<FMT>) {
+          left = bytes_to_floats<E, FMT>(__byte_perm(v.w[h][4 * k], v.w[h][4 * k + 1], select), magic);
+          right = bytes_to_floats<E, FMT>(__byte_perm(v.w[h][4 * k + 2], v.w[h][4 * k + 3], select), magic);
         } else if constexpr (FMT == kTernary) {
           const uint32_t w = __funnelshift_r(v.w[h][k], v.w[h][k], rotate);
           left = fields(__byte_perm(w, 0, 0x4040)), right = fields(__byte_perm(w, 0, 0x4242));
@@ -171,17 +200,18 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
 // The stored rows run along the outs, so a pair of neighbours along the depth comes out of two rows.
 template <int FMT, class E, class S, int TERMS>
 struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
+  static constexpr int kDepths = 4 / S::kTiles;  // of 16, in a step
   struct Words {
-    uint32_t w[2][4];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
-    float2 scale[2][2];
+    uint32_t w[kDepths][4];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
+    uint2 scale[kDepths][2];
   };
-  uint32_t table, lane8, even, odd;  // places of rows 2t and 2t + 1 of a stage
+  uint32_t table, lane_at, even, odd;  // places of rows 2t and 2t + 1 of a stage
   uint32_t scale_at, up, magic;
 
   static __device__ __forceinline__ void put_constants(uint32_t* to) {
-    to[0] = FMT == kInt8      ? kByteMagic<E>
+    to[0] = kInBytes<FMT>                       ? kByteMagic<E>
             : FMT == kTernary ? Pair<E>::kMagic * 0x00010001u
-                              : (Pair<E>::kOne | Pair<E>::kSign) * 0x00010001u;
+                                              : (Pair<E>::kOne | Pair<E>::kSign) * 0x00010001u;
   }
   // How the copy engine exchanges the 16-byte chunks of a row.
   static __device__ __forceinline__ uint32_t swap(uint32_t row) {
@@ -189,18 +219,20 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   }
   __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
     const uint32_t t = lane % 4, g = lane / 4;
-    table = table_at, lane8 = lane * 8, up = g % 2 * 4, magic = load_word(constants);
-    scale_at = (t * S::kScales + side * 2 + warp / 2) * 8;
-    const uint32_t byte = (side * S::kOuts + warp * 32 + g * 4) / S::kPerByte, chunk = byte % S::kBoxBytes >> 4;
+    constexpr uint32_t kLane = 2 * S::kTiles;  // outs
+    table = table_at, up = g % 2 * 4, magic = load_word(constants);
+    lane_at = lane * (FMT == kNf4 && !kRough<FMT, E, TERMS> ? 8 : 4);
+    scale_at = (t * S::kScales + (side * S::kOuts + warp * 8 * kLane) / kGroup<FMT>) * 8;
+    const uint32_t byte = (side * S::kOuts + (warp * 8 + g) * kLane) / S::kPerByte, chunk = byte % S::kBoxBytes >> 4;
     const uint32_t box = byte / S::kBoxBytes * S::kDeep * S::kBoxBytes + byte % 16;
     even = box + 2 * t * S::kBoxBytes + ((chunk ^ swap(2 * t)) << 4);
     odd = box + (2 * t + 1) * S::kBoxBytes + ((chunk ^ swap(2 * t + 1)) << 4);
   }
   static __device__ __forceinline__ uint32_t load_some(uint32_t address) {
     uint32_t v;
-    if constexpr (FMT == kInt8) {
+    if constexpr (kInBytes<FMT>) {
       v = load_word(address);
-    } else if constexpr (FMT == kNf4) {
+    } else if constexpr (kInNibbles<FMT> && S::kTiles == 2) {
       asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address));
     } else {
       asm volatile("{ .reg .u16 h; ld.shared.u8 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address));
@@ -209,19 +241,44 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   }
   __device__ __forceinline__ void load(Words& v, uint32_t codes, uint32_t scales, int stage, int part) const {
 #pragma unroll
-    for (int d = 0; d < 2; ++d) {
+    for (int d = 0; d < kDepths; ++d) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t deep = stage * 64 + part * 32 + d * 16 + i % 2 * 8;
         v.w[d][i] = load_some(codes + (i < 2 ? even : odd) + deep * S::kBoxBytes);
-        if constexpr (FMT == kNf4) {
-          if (i < 2) v.scale[d][i] = load_floats(scales + scale_at + deep / 2 * S::kScales * 8);
+        if constexpr (kInNibbles<FMT>) {
+          if (i < 2) {
+            const float2 two = load_floats(scales + scale_at + deep / 2 * S::kScales * 8);
+            v.scale[d][i] = make_uint2(__float_as_uint(two.x), __float_as_uint(two.y));
+          }
         }
       }
     }
   }
-  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, int byte, float2 scale) const {
-    scaled<E, TERMS>(a, rest, load_floats(table + __byte_perm(word, lane8, 0x5504 | byte << 4)), scale.x, scale.y);
+  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, int byte, uint2 scale) const {
+    const uint32_t at = table + __byte_perm(word, lane_at, 0x5504 | byte << 4);
+    const float low = __uint_as_float(scale.x), high = __uint_as_float(scale.y);
+    if constexpr (FMT != kNf4) {
+      a = scaled_exact(load_word(at), scale.x, scale.y);
+    } else if constexpr (kRough<FMT, E, TERMS>) {
+      a = scaled_rough<E>(load_word(at), low, high);
+    } else {
+      scaled<E, TERMS>(a, rest, load_floats(at), low, high);
+    }
+  }
+  // One tile, 4 times 16 deep, of a format of 4 bits. A lane has two outs: a byte of every row.
+  __device__ __forceinline__ void decode_one(uint32_t (&a)[TERMS][16], const Words& v) const {
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t e = v.w[d][h], o = v.w[d][2 + h];
+        const int to = 4 * d + 2 * h;
+        const uint32_t high = (e & 0xF0u) | (o >> 4), low = (e << 4) | (o & 0x0Fu);
+        look_up(a[0][to], a[TERMS - 1][to], high, 0, v.scale[d][h]);
+        look_up(a[0][to + 1], a[TERMS - 1][to + 1], low, 0, v.scale[d][h]);
+      }
+    }
   }
   // Field i of both halves; see Decoder in decode.cuh.
   __device__ __forceinline__ uint32_t pair(uint32_t word, int i) const {
@@ -237,11 +294,12 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   }
   // Two times 16 deep; registers of tile i and depth d begin at (2 d + i) * 4.
   __device__ __forceinline__ void decode(uint32_t (&a)[TERMS][16], const Words& v) const {
+    if constexpr (S::kTiles == 1) decode_one(a, v);
 #pragma unroll
-    for (int d = 0; d < 2; ++d) {
+    for (int d = 0; d < (S::kTiles == 2 ? 2 : 0); ++d) {
       uint32_t *to = a[0] + 8 * d, *rest = a[TERMS - 1] + 8 * d;
       const uint32_t e0 = v.w[d][0], e8 = v.w[d][1], o0 = v.w[d][2], o8 = v.w[d][3];
-      if constexpr (FMT == kNf4) {
+      if constexpr (kInNibbles<FMT>) {
         const uint32_t e = __byte_perm(e0, e8, 0x5410), o = __byte_perm(o0, o8, 0x5410);
         const uint32_t high = (e & 0xF0F0F0F0u) | (o >> 4 & 0x0F0F0F0Fu), low = (e << 4 & 0xF0F0F0F0u) | (o & 0x0F0F0F0Fu);
 #pragma unroll
@@ -252,11 +310,12 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
             look_up(to[4 * i + 2 * h + 1], rest[4 * i + 2 * h + 1], low, i + 2 * h, v.scale[d][h]);
           }
         }
-      } else if constexpr (FMT == kInt8) {
+      } else if constexpr (kInBytes<FMT>) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          to[i / 2 * 4 + i % 2] = bytes_to_floats<E>(__byte_perm(e0, o0, i | (4 + i) << 8), magic);
-          to[i / 2 * 4 + i % 2 + 2] = bytes_to_floats<E>(__byte_perm(e8, o8, i | (4 + i) << 8), magic);
+          const uint32_t select = i | (4 + i) << (FMT == kInt8 ? 8 : 4);
+          to[i / 2 * 4 + i % 2] = bytes_to_floats<E, FMT>(__byte_perm(e0, o0, select), magic);
+          to[i / 2 * 4 + i % 2 + 2] = bytes_to_floats<E, FMT>(__byte_perm(e8, o8, select), magic);
         }
       } else {
         uint32_t word = __byte_perm(__byte_perm(e0, e8, 0x0040), __byte_perm(o0, o8, 0x0040), 0x5410);

@@ -1,41 +1,46 @@
 // The loading half of the kernel in wide.cuh: what is where in shared memory, and the warps that fill it.
 #pragma once
 
+#include "books.h"
 #include "wide_decode.cuh"
 
 namespace eformer {
 
 struct WideArgs {
-  CUtensorMap codes_map, x_map;
+  CUtensorMap codes_map, x_map, scale_map;
   const uint8_t* scale;
   void* y;
   int32_t m, outs;
-  int32_t scale_rows, scale_cols, block;   // of nf4
+  int32_t scale_rows, scale_cols, block;   // of the formats of 4 bits
   int32_t scale_dtype, out_scale, y_dtype;  // out_scale: 0 none, 1 one per out, 2 one for all
-  int32_t scales_in_fours;                 // aligned float32, one per 64 values
+  int32_t boxed, share_log;                // the copy engine fetches scales; groups of values per block (logarithm)
   int32_t m_chunks, stages, stages_per_split;
+  int32_t first_tile;                      // of this launch
   int64_t scale_batch, y_batch;
+  Book book;
+  RoughBook rough_book;
 };
 
 template <int FMT, int FORM, int N, int G, int D>
 struct WideShape {
   static constexpr int kSides = G / D;
-  using S = WideStage<FMT, FORM, kSides, D>;
+  using S = WideStage<FMT, FORM, kSides, D, FORM == kDot || N == 256 ? 1 : 2>;
   static constexpr int kThreads = (G + 1) * 128;
   static constexpr int kOuts = S::kAllOuts;
-  static constexpr int kTable = FMT == kNf4 ? kTableBytes : 0;
+  static constexpr int kTable = kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kX = N * 128;
   static constexpr int kCodes = S::kBytes;
-  static constexpr int kScales = S::kScaleBytes;
+  static constexpr int kScales = S::kScaleBytes, kRaw = S::kRawBytes;
+  static constexpr int kStage = kCodes + kScales + kRaw;
   static constexpr int kRing = 222 * 1024 - kTable;
-  static constexpr int kCodeStages = kRing >= 4 * (kCodes + kScales) + 4 * kX ? 4 : 3;
+  static constexpr int kCodeStages = kRing >= 4 * kStage + 4 * kX ? 4 : kRing >= 3 * kStage + 3 * kX ? 3 : 2;
   static constexpr int kXMost = 8;
-  static constexpr int kXLeft = (kRing - kCodeStages * (kCodes + kScales)) / kX;
+  static constexpr int kXLeft = (kRing - kCodeStages * kStage) / kX;
   static constexpr int kXStages = kXLeft > kXMost ? kXMost : kXLeft;
   static constexpr int kPitch = kOuts + 4;  // of the sums of one row of x: lanes do not meet in a bank
-  static constexpr int kLoad = kXStages * kX + kCodeStages * (kCodes + kScales), kSums = D * N * kPitch * 4;
+  static constexpr int kLoad = kXStages * kX + kCodeStages * kStage, kSums = D * N * kPitch * 4;
   static constexpr int kBarriers = kTable + (kLoad > kSums ? kLoad : kSums);
-  static constexpr int kConstants = kBarriers + 2 * (kXStages + kCodeStages) * 8;
+  static constexpr int kConstants = kBarriers + (2 * kXStages + 3 * kCodeStages) * 8;
   static constexpr int kShared = kConstants + 16;
   static_assert(kXStages >= 3 && kShared <= 227 * 1024, "does not fit");
   // What the loading warpgroup can do without goes to the others; a block has no more than it was started with.
@@ -61,23 +66,31 @@ struct WideLoader {
   using S = typename W::S;
   const WideArgs& a;
   uint8_t* shared;
-  uint64_t *full_x, *empty_x, *full_c, *empty_c;
+  uint64_t *full_x, *empty_x, *full_c, *empty_c, *full_r;  // full_r: scales as they are stored
   int out0, m0, matrix, first, last;
 
   __device__ __forceinline__ uint32_t x_at(int slot) const { return shared_address(shared) + W::kTable + slot * W::kX; }
   __device__ __forceinline__ uint32_t codes_at(int slot) const { return x_at(W::kXStages) + slot * W::kCodes; }
   __device__ __forceinline__ uint32_t scales_at(int slot) const { return codes_at(W::kCodeStages) + slot * W::kScales; }
+  __device__ __forceinline__ uint32_t raw_at(int slot) const { return scales_at(W::kCodeStages) + slot * W::kRaw; }
 
   __device__ __forceinline__ void init() {
     full_x = reinterpret_cast<uint64_t*>(shared + W::kBarriers), empty_x = full_x + W::kXStages;
-    full_c = empty_x + W::kXStages, empty_c = full_c + W::kCodeStages;
+    full_c = empty_x + W::kXStages, empty_c = full_c + W::kCodeStages, full_r = empty_c + W::kCodeStages;
     if (threadIdx.x == 0) {
       for (int i = 0; i < W::kXStages; ++i) barrier_init(&full_x[i], 1), barrier_init(&empty_x[i], W::kSides * 4);
-      constexpr int kSources = FMT == kNf4 ? 65 : 1;  // the copy engine, and two warps with scales
-      for (int i = 0; i < W::kCodeStages; ++i) barrier_init(&full_c[i], kSources), barrier_init(&empty_c[i], G * 128);
+      constexpr int kSources = kInNibbles<FMT> ? 65 : 1;  // the copy engine, and two warps with scales
+      for (int i = 0; i < W::kCodeStages; ++i) {
+        barrier_init(&full_c[i], kSources), barrier_init(&empty_c[i], G * 128), barrier_init(&full_r[i], 1);
+      }
       WideDecoder<FMT, E, FORM, S, TERMS>::put_constants(reinterpret_cast<uint32_t*>(shared + W::kConstants));
       barriers_visible_to_cluster();
     }
+  }
+
+  // In a row of scales, of a stage.
+  __device__ __forceinline__ int first_scale(int stage) const {
+    return (FORM == kDot ? stage * S::kDeep : out0) / kGroup<FMT> >> a.share_log;
   }
 
   __device__ __forceinline__ void load_codes() {
@@ -85,6 +98,13 @@ struct WideLoader {
 #pragma unroll 1
     for (int stage = first; stage < last; ++stage, ring.next()) {
       barrier_wait(&empty_c[ring.slot], ring.phase ^ 1);
+      if constexpr (kInNibbles<FMT>) {
+        if (a.boxed) {
+          const int at = first_scale(stage) & -(16 / item_size(a.scale_dtype));  // boxes begin at whole 16 bytes
+          barrier_arrive_expecting(&full_r[ring.slot], W::kRaw);
+          copy_box(raw_at(ring.slot), &a.scale_map, at, FORM == kDot ? out0 : stage * S::kDeep, matrix, &full_r[ring.slot]);
+        }
+      }
       barrier_arrive_expecting(&full_c[ring.slot], W::kCodes);
       constexpr int kBox = W::kCodes / S::kBoxes;
 #pragma unroll
@@ -106,67 +126,120 @@ struct WideLoader {
     }
   }
 
-  // Some scales in a row of the stored matrix, one for every 64 values.
+  // Some scales in a row of the stored matrix, one for every group of values.
   struct Scales {
     float v[S::kScales];
   };
+  // Out of a row that the copy engine has brought; 2^LOG groups share a scale.
+  template <int LOG>
+  static __device__ __forceinline__ Scales unpacked(const uint32_t (&raw)[S::kRawRow / 4], int dtype) {
+    Scales found;
+#pragma unroll
+    for (int j = 0; j < S::kScales; ++j) {
+      const uint32_t two = raw[(j >> LOG) / 2], half = (j >> LOG) % 2 ? two >> 16 : two & 0xFFFF;
+      found.v[j] = __uint_as_float(raw[j >> LOG]);
+      if (dtype == kBf16) found.v[j] = __uint_as_float(half << 16);
+      if (dtype == kF16) found.v[j] = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+    }
+    return found;
+  }
+  // `skipped` bytes of the first 16 belong to other columns; then all that is wanted is behind them.
+  __device__ __forceinline__ Scales raw_scales(uint32_t row, int skipped) const {
+    uint32_t raw[S::kRawRow / 4];
+#pragma unroll
+    for (int i = 0; i < S::kRawRow / 16; ++i) load_words(raw + 4 * i, row + 16 * i);
+    if (skipped & 8) raw[0] = raw[2], raw[1] = raw[3];
+    if (skipped & 4) raw[0] = raw[1];
+    if (skipped & 2) raw[0] >>= 16;
+    if (a.share_log == 0) return unpacked<0>(raw, a.scale_dtype);
+    if (a.share_log == 1) return unpacked<1>(raw, a.scale_dtype);
+    return a.share_log == 2 ? unpacked<2>(raw, a.scale_dtype) : unpacked<3>(raw, a.scale_dtype);
+  }
   __device__ __forceinline__ Scales scales_of(const uint8_t* scale, int row, int column0) const {
     Scales found{};
     if (row >= a.scale_rows) return found;
     const int64_t at = static_cast<int64_t>(row) * a.scale_cols;
-    if (a.scales_in_fours) {
-      const float* from = reinterpret_cast<const float*>(scale) + at + column0 / 64;
-      if constexpr (S::kScales == 4) {
-        const float4 four = __ldg(reinterpret_cast<const float4*>(from));
-        found.v[0] = four.x, found.v[1] = four.y, found.v[2] = four.z, found.v[3] = four.w;
-      } else {
-        const float2 two = __ldg(reinterpret_cast<const float2*>(from));
-        found.v[0] = two.x, found.v[1] = two.y;
-      }
-      return found;
-    }
+    int column = column0 / a.block, passed = column0 - column * a.block;
 #pragma unroll
     for (int j = 0; j < S::kScales; ++j) {
-      const int column = (column0 + j * 64) / a.block;
       if (column < a.scale_cols) found.v[j] = load_float(scale, at + column, a.scale_dtype);
+      passed += kGroup<FMT>;
+      if (passed >= a.block) passed = 0, ++column;
     }
     return found;
   }
-  // What one thread makes of a stage: dot, the scales of some outs; axpy, of two neighbours along the depth.
-  static constexpr int kMine = FORM == kDot ? W::kOuts / 64 : 2;
-  __device__ __forceinline__ void fetch_scales(Scales (&v)[kMine], const uint8_t* scale, int stage, int thread) const {
+  // What one thread makes of a stage: dot, the scales of some outs; axpy, of some pairs of neighbours along the depth.
+  static constexpr int kPieces = FORM == kDot ? W::kOuts / 64 : S::kDeep / 128, kRows = FORM == kDot ? 1 : 2;
+  __device__ __forceinline__ void fetch_scales(Scales (&v)[kPieces * kRows], const uint8_t* scale, int stage, int thread) const {
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      v[i] = FORM == kDot ? scales_of(scale, out0 + thread + 64 * i, stage * S::kDeep)
-                          : scales_of(scale, stage * S::kDeep + 2 * thread + i, out0);
+    for (int i = 0; i < kPieces * kRows; ++i) {
+      const int piece = thread + 64 * (i / kRows);
+      v[i] = FORM == kDot ? scales_of(scale, out0 + piece, stage * S::kDeep)
+                          : scales_of(scale, stage * S::kDeep + 2 * piece + i % kRows, out0);
     }
   }
-  static __device__ __forceinline__ void put(uint32_t at, float a, float b) {
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+  // The sum of two bf16 that a scale is; the second is zero where the first is infinite.
+  static __device__ __forceinline__ float rest_of(float scale) {
+    return isfinite(scale) ? scale - Pair<__nv_bfloat16>::cut(scale) : 0.f;
   }
-  // By two warps, which ask for the scales of a stage before they wait for room for those of the stage before.
+  static __device__ __forceinline__ uint32_t word_of(float scale) {
+    if constexpr (FMT == kNf4) {
+      return __float_as_uint(kRough<FMT, E, TERMS> ? scale * (1.f / kRoughFactor) : scale);
+    } else {
+      return Pair<__nv_bfloat16>::pack(Pair<__nv_bfloat16>::cut(scale), rest_of(scale));
+    }
+  }
+  static __device__ __forceinline__ uint2 pair_of(float a, float b) {
+    if constexpr (FMT == kNf4) return make_uint2(word_of(a), word_of(b));
+    return make_uint2(__byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632),
+                      Pair<__nv_bfloat16>::pack(rest_of(a), rest_of(b)));
+  }
+  static __device__ __forceinline__ void put_four(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  }
+  // Of piece i of a thread: one row of scales, or two neighbours.
+  __device__ __forceinline__ void put_piece(int slot, int thread, int i, const Scales& a, const Scales& b) const {
+    const uint32_t to = scales_at(slot) + (thread + 64 * i) * (S::kScales * 4 * kRows);
+#pragma unroll
+    for (int j = 0; j < S::kScales; j += 4 / kRows) {
+      if constexpr (FORM == kDot) {
+        put_four(to + j * 4, word_of(a.v[j]), word_of(a.v[j + 1]), word_of(a.v[j + 2]), word_of(a.v[j + 3]));
+      } else {
+        const uint2 first = pair_of(a.v[j], b.v[j]), second = pair_of(a.v[j + 1], b.v[j + 1]);
+        put_four(to + j * 8, first.x, first.y, second.x, second.y);
+      }
+    }
+  }
+  // By two warps. Where the copy engine does not bring the scales, they ask for those of a stage before they wait for room
+  // for those of the stage before.
   __device__ __forceinline__ void load_scales(int thread) {
-    const uint8_t* scale = a.scale + matrix * a.scale_batch;
     Ring<W::kCodeStages> ring;
-    Scales now[kMine], next[kMine];
+    if (a.boxed) {
+#pragma unroll 1
+      for (int stage = first; stage < last; ++stage, ring.next()) {
+        const int skipped = first_scale(stage) * item_size(a.scale_dtype) & 15;
+        barrier_wait(&full_r[ring.slot], ring.phase);  // there is room, too: its codes have been asked for
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const uint32_t row = raw_at(ring.slot) + (thread + 64 * i) * kRows * S::kRawRow;
+          const Scales one = raw_scales(row, skipped), two = kRows == 1 ? one : raw_scales(row + S::kRawRow, skipped);
+          put_piece(ring.slot, thread, i, one, two);
+        }
+        barrier_arrive(&full_c[ring.slot]);
+      }
+      return;
+    }
+    const uint8_t* scale = a.scale + matrix * a.scale_batch;
+    Scales now[kPieces * kRows], next[kPieces * kRows];
     fetch_scales(next, scale, first, thread);
 #pragma unroll 1
     for (int stage = first; stage < last; ++stage, ring.next()) {
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) now[i] = next[i];
+      for (int i = 0; i < kPieces * kRows; ++i) now[i] = next[i];
       if (stage + 1 < last) fetch_scales(next, scale, stage + 1, thread);
       barrier_wait(&empty_c[ring.slot], ring.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < (FORM == kDot ? kMine : 1); ++i) {
-        const uint32_t to = scales_at(ring.slot) + (thread + 64 * i) * (S::kScales * (FORM == kDot ? 4 : 8));
-#pragma unroll
-        for (int j = 0; j < S::kScales; ++j) {
-          if constexpr (FORM == kAxpy) put(to + j * 8, now[0].v[j], now[1].v[j]);
-          if constexpr (FORM == kDot) {
-            if (j % 2 == 0) put(to + j * 4, now[i].v[j], now[i].v[j + 1]);
-          }
-        }
-      }
+      for (int i = 0; i < kPieces; ++i) put_piece(ring.slot, thread, i, now[kRows * i], now[kRows * i + kRows - 1]);
       barrier_arrive(&full_c[ring.slot]);
     }
   }

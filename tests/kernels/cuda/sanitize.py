@@ -28,7 +28,13 @@ TABLE += [(40, 8192, 2, {"fmt": fmt}) for fmt in ("ternary", "binary")]
 TABLE += [
     (136, 1280, m, how) for how in (NF4, {"fmt": "int8"}, {"fmt": "ternary"}, {"fmt": "binary"}) for m in (12, 40, 140)
 ]
-PER_BYTE = {"int8": 1, "ternary": 4, "binary": 8}
+# The other formats of 4 bits, in blocks of 32 and 64, and floats of 8 bits.
+MORE = ({"fmt": "int4", "block": 64}, {"fmt": "fp4", "block": 32}, {"fmt": "fp8_e4m3"})
+TABLE += [(50, 1024, m, how) for how in MORE for m in (3, 12)]
+TABLE += [(136, 1280, m, how) for how in MORE for m in (12, 40, 140)]
+# Tiles that are launched behind the others.
+TABLE += [(8576, 1280, 250, NF4)]
+PER_BYTE = {"int8": 1, "fp8_e4m3": 1, "ternary": 4, "binary": 8}
 
 
 def main() -> None:
@@ -37,9 +43,11 @@ def main() -> None:
     table = [TABLE[int(number)] for number in sys.argv[1:]] or TABLE
     small = _wide.SMALL
     for rows, cols, m, how in table:
-        _wide.SMALL = small if cols == 1280 else 0  # INT8 with 12 rows: the wide kernel there, the skinny one elsewhere
+        _wide.SMALL = (
+            small if cols == 1280 else {}
+        )  # INT8 with 12 rows: the wide kernel there, the skinny one elsewhere
         x = jnp.asarray(rng.standard_normal((m, cols)), jnp.bfloat16)
-        if how["fmt"] == "nf4":
+        if "block" in how:
             shape = (rows, -(-cols // how["block"]), how["block"] // 2)
             codes, scale = rng.integers(0, 256, shape).astype(np.uint8), rng.random(shape[:2]).astype(np.float32)
         else:

@@ -24,6 +24,7 @@ ROWS = (1, 2, 8, 12, 40, 64, 150, 1100)
 TYPES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32"))
 ENCODERS: dict[str, Any] = {
     "nf4": ArrayNF4.quantize,
+    "int4": lambda w: ef.quantize(w, dtype="int4", block_size=64),
     "int8": Array8B.quantize,
     "ternary": lambda w: Array1B.from_float(w, "ternary"),
     "binary": lambda w: Array1B.from_float(w, "binary"),
@@ -63,10 +64,14 @@ def test_products_are_as_accurate_as_dense_ones(fmt: str, form: str) -> None:
     for (x_dtype, dtype), deep in itertools.product(TYPES, (4096, 28672) if fmt == "nf4" else (8192,)):
         w = weights(deep, 768, form, dtype)
         q, exact = ENCODERS[fmt](w), np.asarray(ENCODERS[fmt](w.astype(jnp.float32)).materialize(), np.float64)
+        with jax.enable_x64(True):  # pyright: ignore[reportCallIssue]
+            values = jnp.asarray(exact)
         both = jax.jit(lambda xs, q, d: ([product(x, q) for x in xs], [product(x, d) for x in xs]))
         for kind in ("both signs", "positive", "constant", "outliers"):
             xs = [jnp.asarray(make_x(rng, kind, m, deep), x_dtype) for m in ROWS]
-            expected = [np.asarray(x, np.float64) @ (exact if form == "dot" else exact.T) for x in xs]
+            with jax.enable_x64(True):  # pyright: ignore[reportCallIssue]
+                wide = [jnp.asarray(np.asarray(x, np.float64)) for x in xs]
+                expected = [np.asarray(x @ (values if form == "dot" else values.T)) for x in wide]
             found, dense = both(xs, q, q.materialize())
             for m, (mine, theirs) in zip(ROWS, errors(found, dense, expected), strict=True):
                 assert mine <= LIMIT * theirs, (x_dtype, dtype, deep, kind, m, mine, theirs)

@@ -12,8 +12,8 @@ import pytest
 from eformer._kernels import cuda
 from eformer._kernels.cuda import _wide, tuning
 
-from ..cases import FORMATS, make_case
-from .test_selection import lowered
+from ..cases import make_case
+from .test_selection import FORMATS, IN_BLOCKS, lowered
 from .test_selection import present as present
 
 # Matrices, rows, columns, M. It takes whole chunks of columns and at least 16 rows; others compute the rest.
@@ -49,12 +49,13 @@ def test_which_kernel_is_called() -> None:
 def program(fmt: str, rng: np.random.Generator, offset: float) -> tuple[list[Any], list[Any], Any]:
     made, xs = [], []
     for i, (count, rows, cols, m) in enumerate(SIZES):
-        options: dict[str, Any] = {"block": BLOCKS[i]} if fmt == "nf4" else {"scale": "row"}
+        options: dict[str, Any] = {"block": BLOCKS[i]} if fmt in IN_BLOCKS else {"scale": "row"}
         dtype = (np.float32, jnp.bfloat16)[i % 2]
         batch = (count,) if count > 1 else ()
         made.append(make_case(rng, fmt, rows, cols, batch=batch, scale_dtype=dtype, **options))
         kind = (jnp.bfloat16, jnp.float16, jnp.float32)[i % 3]
-        xs.append(jnp.asarray(rng.standard_normal((*batch, m, cols)) + offset, kind))
+        size = 1e-4 if fmt == "fp8_e5m2" else 1.0  # results that float16 holds
+        xs.append(jnp.asarray(size * rng.standard_normal((*batch, m, cols)) + offset, kind))
     storage = [(jnp.asarray(case.codes), case.scale) for case in made]
     run = jax.jit(
         lambda xs, storage: [

@@ -6,6 +6,7 @@ at the speed of a copy, and XLA multiplies with cuBLAS.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import MappingProxyType
 from typing import Any
@@ -17,13 +18,13 @@ from jax import lax
 from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import Problem, out_shape
 from . import _wide
-from .tuning import cut, generation, is_skinny
+from .tuning import BYTES, cut, generation, is_skinny
 
 LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=2,
+    abi=3,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
@@ -41,15 +42,19 @@ def loaded() -> Loaded:
 # -- why a problem cannot be given to the kernels; None means it can ---------------------------------------------------
 
 LIMITS = Limits(
-    ("nf4", "int8", "ternary", "binary"),
+    ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2"),
     block=32,
     arithmetic="its own: 16-bit products, sums in float32",
     rows_decide="its kernels are chosen by it",
 )
+# Where the matrix is decoded first.
+DECODED = dataclasses.replace(LIMITS, block=16)
+FEW = 16
 
 
 def refuses_product(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or _refuses_one_row(problem) or refuses_machine(problem.platform)
+    limits = LIMITS if problem.has_at_most(FEW) else DECODED
+    return limits.refuses_product(problem) or _refuses_one_row(problem) or refuses_machine(problem.platform)
 
 
 def refuses_ragged(problem: Problem) -> str | None:
@@ -57,7 +62,7 @@ def refuses_ragged(problem: Problem) -> str | None:
 
 
 def refuses_gather(problem: Problem) -> str | None:
-    return LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
+    return DECODED.refuses_lookup(problem) or refuses_machine(problem.platform)
 
 
 def refuses_machine(platform: str) -> str | None:
@@ -92,7 +97,7 @@ def _refuses_groups(problem: Problem) -> str | None:
 # Rows of x up to which scales are kept out of the decoded matrix.
 FOLD_M = 256
 # Rows of x up to which one matrix of so few values is not decoded first, where the wide kernel does not take it.
-SMALL, SMALL_M = 1 << 23, MappingProxyType({"int8": 8})
+SMALL, SMALL_M = 1 << 23, MappingProxyType(dict.fromkeys(BYTES, 8))
 
 
 def decodes_while_multiplying(problem: Problem) -> bool:
@@ -100,7 +105,8 @@ def decodes_while_multiplying(problem: Problem) -> bool:
     exact = _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
     small = problem.rows * problem.cols <= SMALL and not problem.batch
     few = problem.m <= (SMALL_M.get(problem.fmt, 16) if small else generation().largest_m)
-    return problem.form == "dot" and few and not exact and not problem.scaled_both_ways
+    whole = not (problem.block or 0) % LIMITS.block
+    return problem.form == "dot" and few and whole and not exact and not problem.scaled_both_ways
 
 
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
@@ -132,11 +138,11 @@ def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Arr
     x, scale, merge = prepare(problem, x, scale)
     batch, m, deep = x.shape
     outs = problem.rows if problem.form == "dot" else problem.cols
-    width, block_outs, splits = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
+    cut = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
     operands = (x, codes, scale)
     result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
-    shape = {"axpy": int(problem.form == "axpy"), "width": width, "outs": block_outs, "splits": splits}
-    (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **shape)
+    how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
+    (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **how)
     return y if merge is None else merge(y).astype(problem.out_dtype)
 
 
@@ -146,7 +152,7 @@ def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[ja
     A scale along the contracted axis goes into x. What 16 bits do not hold becomes two bfloat16 that add up to it, as
     more rows.
     """
-    if problem.fmt == "nf4":
+    if problem.format.blocked:
         assert scale is not None  # checked with the storage
         scale = scale.astype(F32) if scale.dtype == F16 else scale
     elif _wide.scales_x(problem):
@@ -194,7 +200,7 @@ def fold(problem: Problem, scale: jax.Array | None) -> tuple[jax.Array | None, A
 
     With many rows, a pass over y would cost more than that is worth.
     """
-    if scale is None or problem.fmt == "nf4" or problem.m > FOLD_M or _wide.scales_x(problem):
+    if scale is None or problem.format.blocked or problem.m > FOLD_M or _wide.scales_x(problem):
         return scale, None
     return None, scale.astype(F32).reshape(scale.shape[0], 1, -1)
 
@@ -212,7 +218,7 @@ def qragged(
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     each = -(-problem.m // codes.shape[0])
     tiles, _ = cut(problem.fmt, codes.shape[0], each, problem.rows, problem.cols)
-    if problem.fmt == "nf4" and scale is not None and scale.dtype == F16:
+    if problem.format.blocked and scale is not None and scale.dtype == F16:
         scale = scale.astype(F32)
     operands = (x, codes, scale, group_sizes.astype(jnp.int32))
     result = ((problem.m, problem.rows), problem.out_dtype)

@@ -7,30 +7,42 @@ of x, `deep` is the contracted axis.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from jax import lax
 
+from ..formats import FORMATS
 from ..native import BF16, F16, F32
 from ..parameters import Problem
-from .tuning import capability
+from .tuning import BYTES, capability
 
 FEWEST = 17  # rows of x in the dot form
 FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
-SMALL = MappingProxyType({"int8": 1 << 26, "nf4": 1 << 24})  # values of such a matrix
+# Values of such a matrix.
+SMALL: Mapping[str, int] = MappingProxyType({"nf4": 1 << 24} | dict.fromkeys(BYTES, 1 << 26))
 LONG = MappingProxyType({"nf4": 8192})  # or more columns than these
 # Rows of x from which on decoding once and multiplying with cuBLAS is as quick; for NF4 as sums of two bf16, earlier.
+# Large matrices: up to the first number the fused kernel is quicker, then the costs decide.
 MOST, MOST_SUMS = 1024, 256
+LARGE, MOST_LARGE = 1 << 22, (256, 4096)
+# Microseconds of decoding first: two calls, a million values, a million multiplications.
+CALLS, DECODING, MULTIPLYING = 3.0, 0.76, 0.00278
 
 
 class Cut(NamedTuple):
-    """Rows of x and outs per block, and blocks that share a tile and add up their sums."""
+    """Rows of x and outs per block, and blocks that share a tile and add up their sums.
+
+    `rest` tiles that would leave most of the chip idle are launched behind the others, in splits of their own.
+    """
 
     width: int
     outs: int
     splits: int
+    rest: int = 0
+    rest_splits: int = 1
 
 
 class Cost(NamedTuple):
@@ -40,29 +52,36 @@ class Cost(NamedTuple):
     step: float
 
 
-# (rows of x, outs) per block, fitted to times on an H200. In the dot form all formats are within 15 % of NF4.
+# (rows of x, outs) per block, fitted to times on an H200, by what a column costs: a lookup, or arithmetic.
 DOT: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (16, 128): Cost(5.2, 0.21), (16, 64): Cost(3.0, 0.15), (32, 128): Cost(5.5, 0.233), (32, 64): Cost(3.1, 0.155),
-        (64, 128): Cost(6.2, 0.267), (64, 64): Cost(3.5, 0.175), (128, 128): Cost(5.4, 0.424),
-        (128, 64): Cost(4.3, 0.219), (256, 128): Cost(7.0, 0.669),
+        (16, 128): Cost(2.5, 0.27), (16, 64): Cost(1.5, 0.185), (32, 128): Cost(4.0, 0.275),
+        (32, 64): Cost(2.2, 0.187), (64, 128): Cost(5.0, 0.29), (64, 64): Cost(3.0, 0.195),
+        (128, 128): Cost(4.8, 0.39), (128, 64): Cost(3.4, 0.225), (256, 128): Cost(7.0, 0.64),
+    }
+)  # fmt: skip
+DOT_BLOCKS: Mapping[tuple[int, int], Cost] = MappingProxyType(
+    {
+        (16, 128): Cost(4.0, 0.268), (16, 64): Cost(2.6, 0.165), (32, 128): Cost(4.8, 0.279),
+        (32, 64): Cost(3.0, 0.168), (64, 128): Cost(6.1, 0.302), (64, 64): Cost(3.9, 0.183),
+        (128, 128): Cost(5.3, 0.455), (128, 64): Cost(4.5, 0.231), (256, 128): Cost(7.8, 0.663),
     }
 )  # fmt: skip
 AXPY: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (16, 256): Cost(1.0, 0.46), (16, 128): Cost(2.8, 0.22), (32, 256): Cost(1.0, 0.49), (32, 128): Cost(2.5, 0.26),
-        (64, 256): Cost(2.8, 0.533), (64, 128): Cost(5.5, 0.265), (128, 256): Cost(7.6, 0.675),
-        (128, 128): Cost(6.9, 0.35),
+        (16, 256): Cost(3.8, 0.41), (16, 128): Cost(4.2, 0.23), (32, 256): Cost(5.1, 0.43),
+        (32, 128): Cost(5.5, 0.245), (64, 256): Cost(6.6, 0.50), (64, 128): Cost(4.9, 0.28),
+        (128, 256): Cost(9.2, 0.665), (128, 128): Cost(7.1, 0.35),
     }
 )  # fmt: skip
-AXPY_NF4: Mapping[tuple[int, int], Cost] = MappingProxyType(
+AXPY_BLOCKS: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (16, 256): Cost(4.2, 0.55), (16, 128): Cost(1.9, 0.37), (32, 256): Cost(4.2, 0.586), (32, 128): Cost(1.9, 0.39),
-        (64, 256): Cost(5.9, 0.65), (64, 128): Cost(5.3, 0.387), (128, 256): Cost(10.0, 0.845),
-        (128, 128): Cost(7.1, 0.44),
+        (16, 256): Cost(3.4, 0.532), (16, 128): Cost(3.8, 0.295), (32, 256): Cost(5.7, 0.555),
+        (32, 128): Cost(5.3, 0.298), (64, 256): Cost(5.5, 0.693), (64, 128): Cost(5.2, 0.358),
+        (128, 256): Cost(7.8, 0.914), (128, 128): Cost(7.0, 0.475), (256, 128): Cost(6.7, 0.774),
     }
 )  # fmt: skip
-CLUSTER_COST = 1.5
+CLUSTER_COST = 1.7
 # Blocks that run at once, by the size of the cluster: a cluster lies within a part of the chip.
 AT_ONCE = MappingProxyType({1: 132, 2: 132, 3: 120, 4: 112})
 
@@ -78,7 +97,7 @@ def is_float32(problem: Problem) -> bool:
 
 def scales_x(problem: Problem) -> bool:
     """Does a scale run along the contracted axis?"""
-    if problem.fmt == "nf4" or problem.scale_shape is None:
+    if problem.format.blocked or problem.scale_shape is None:
         return False
     return problem.scale_shape[-1 if problem.form == "dot" else -2] != 1
 
@@ -103,28 +122,60 @@ def takes(problem: Problem) -> bool:
     deep, fmt = problem.cols if problem.form == "dot" else problem.rows, problem.fmt
     small = problem.rows * problem.cols <= SMALL.get(fmt, 0) or problem.cols > LONG.get(fmt, problem.cols)
     fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST
+    large = problem.rows * problem.cols > LARGE and most == MOST
+    most = MOST_LARGE[1] if large else most
     if not fewest <= rows <= most or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
+        return False
+    if large and rows > MOST_LARGE[0] and not _beats_decoding(problem, rows):
         return False
     if problem.fmt == "nf4":
         return (problem.block or 0) % 64 == 0
+    if problem.format.blocked:  # exact values, and scales in two parts, are there in bfloat16 alone
+        return (problem.block or 0) % 32 == 0 and problem.x_dtype == problem.out_dtype == BF16
     return problem.cols % (16 * problem.format.per_code) == 0 and not problem.scaled_both_ways
 
 
 def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:
-    return DOT if form == "dot" else AXPY_NF4 if fmt == "nf4" else AXPY
+    if FORMATS[fmt].blocked:
+        return DOT_BLOCKS if form == "dot" else AXPY_BLOCKS
+    return DOT if form == "dot" else AXPY
+
+
+def _beats_decoding(problem: Problem, rows: int) -> bool:
+    matrices, values = math.prod(problem.batch), problem.rows * problem.cols / 1e6
+    outs, deep = (problem.rows, problem.cols) if problem.form == "dot" else (problem.cols, problem.rows)
+    fused, _ = planned(problem.fmt, problem.form, matrices, rows, outs, deep)
+    return fused <= matrices * (CALLS + values * (DECODING + rows * MULTIPLYING))
+
+
+def cut(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> Cut:
+    return planned(fmt, form, batch, m, outs, deep)[1]
 
 
 @functools.lru_cache(maxsize=1024)
-def cut(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> Cut:
+def planned(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> tuple[float, Cut]:
+    """Microseconds by the table, and the cut that takes them."""
     costs, steps = costs_of(fmt, form), -(-deep // 64)
     enough = min((width for width, _ in costs if width >= m), default=max(width for width, _ in costs))
     widths = {enough, 128} if enough > 128 else {enough}
 
-    def cost(choice: Cut) -> float:
-        block, step = costs[choice.width, choice.outs]
-        blocks = -(-outs // choice.outs) * -(-m // choice.width) * batch * choice.splits
-        waves = -(-blocks // AT_ONCE[choice.splits])
-        return waves * (block + -(-steps // choice.splits) * step + (CLUSTER_COST if choice.splits > 1 else 0.0))
+    def tiles(choice: Cut) -> int:
+        return -(-outs // choice.outs) * -(-m // choice.width) * batch
 
-    choices = [Cut(w, o, s) for w, o in costs if w in widths for s in AT_ONCE if s <= max(steps // 8, 1)]
-    return min(choices, key=lambda choice: (cost(choice), choice))
+    def wave(choice: Cut, splits: int) -> float:
+        block, step = costs[choice.width, choice.outs]
+        return block + -(-steps // splits) * step + (CLUSTER_COST if splits > 1 else 0.0)
+
+    def cost(choice: Cut) -> float:
+        waves = -(-(tiles(choice) - choice.rest) * choice.splits // AT_ONCE[choice.splits])
+        return waves * wave(choice, choice.splits) + (wave(choice, choice.rest_splits) if choice.rest else 0.0)
+
+    cuts = [Cut(w, o, s) for w, o in costs if w in widths for s in AT_ONCE if s <= max(steps // 8, 1)]
+    for whole in [c for c in cuts if c.splits == 1 and batch == 1 and tiles(c) > AT_ONCE[1]]:
+        rest = tiles(whole) % AT_ONCE[1]
+        cuts += [
+            whole._replace(rest=rest, rest_splits=s)
+            for s in AT_ONCE
+            if 1 < s <= steps // 8 and 0 < rest * s <= AT_ONCE[s]
+        ]
+    return min((cost(choice), choice) for choice in cuts)

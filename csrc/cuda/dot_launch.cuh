@@ -1,4 +1,4 @@
-// Puts one product on a stream: chooses the instantiation, describes the operands to it, sizes the grid.
+// Puts one product on a stream for the kernel of dot.cuh: describes the operands to it, sizes the grid.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,7 @@
 #include "device.h"
 #include "dot.cuh"
 #include "kernels.h"
-#include "skinny_launch.cuh"
+#include "parts.h"
 #include "tensor_map.h"
 
 namespace eformer {
@@ -26,8 +26,8 @@ inline int unit_of(const void* base, int64_t pitch, int64_t stride) {
 template <class S, int FMT>
 void describe_scales(const Product& p, DotArgs* a) {
   a->scale_piece = a->scale_bytes = a->scale_copies_log = a->scale_share_log = 0;
-  if (!kIsNf4<FMT>) return;
-  const int group = FMT == kNf4 ? 64 : 32, size = item_size(p.d.scale_dtype);
+  if (!kInNibbles<FMT>) return;
+  const int group = kGroup<FMT>, size = item_size(p.d.scale_dtype);
   a->block = p.d.block, a->scale_cols = static_cast<int32_t>(p.d.scale_cols);
   if (!is_pow2(p.d.block / group) || S::kCols % p.d.block != 0) return;
   const int bytes = S::kCols / p.d.block * size;
@@ -51,7 +51,7 @@ bool describe_boxes(const Product& p, DotArgs* a) {
   const Boxes x{p.x, kTwo, {S::kXBox, x_rows, cols / S::kXBox}, {cols * 2, S::kXBox * 2},
                 {S::kXBox, static_cast<uint32_t>(a->x_rows), S::kCols / S::kXBox}, S::kXBox == 64};
   if (cols % S::kXBox || !make_tensor_map(&a->x_map, x)) return false;
-  if (!kIsNf4<FMT>) return true;
+  if (!kInNibbles<FMT>) return true;
   const uint64_t pitch = d.scale_cols * item_size(d.scale_dtype), box_bytes = a->scale_bytes;
   const Boxes scale{d.scale, kByte, {pitch, rows, count}, {pitch, pitch * rows}, {static_cast<uint32_t>(box_bytes), box_rows, 1}, false};
   return a->scale_piece == 16 && make_tensor_map(&a->scale_map, scale);
@@ -108,10 +108,11 @@ cudaError_t launch_dot(cudaStream_t stream, const Product& p, const Device& devi
   a.codes_batch = d.row_bytes * d.rows, a.x_batch = p.m * d.cols, a.y_batch = p.m * d.rows;
   a.scale_batch = d.scale ? d.scale_rows * d.scale_cols * item_size(d.scale_dtype) : 0;
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
-  a.row_scale = kIsNf4<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
+  a.row_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
   a.codes_unit = unit_of(d.codes, d.row_bytes, a.codes_batch);
   a.x_unit = unit_of(p.x, d.cols * 2, 0);
   describe_scales<S, FMT>(p, &a);
+  if constexpr (kInNibbles<FMT>) a.book = book_of(d.fmt);
   a.boxes = device.major >= 9 && a.codes_unit == 16 && describe_boxes<S, FMT>(p, &a);
   if (S::kSelfLoading && !a.boxes) return cudaErrorNotSupported;
   auto* kernel = &dot_kernel<FMT, E, NT, T, WK, STAGES>;
@@ -127,7 +128,7 @@ cudaError_t launch_dot(cudaStream_t stream, const Product& p, const Device& devi
 // One column (NT) per eight rows of x. More columns leave fewer registers for tiles, and x takes shared memory in
 // proportion to the columns of D in a stage, of which binary has many.
 template <int FMT, class E>
-cudaError_t launch_format(cudaStream_t stream, const Product& p, const Device& device) {
+cudaError_t multiply_dot(cudaStream_t stream, const Product& p, const Device& device) {
   const int64_t m = p.groups ? (p.m + p.d.count - 1) / p.d.count : p.m;
   if (m <= 8) return launch_dot<FMT, E, 1, 8, 8, 3>(stream, p, device);
   if (m <= 16) return launch_dot<FMT, E, 2, 8, FMT == kBinary ? 4 : 8, 3>(stream, p, device);
@@ -138,33 +139,6 @@ cudaError_t launch_format(cudaStream_t stream, const Product& p, const Device& d
     }
   }
   return launch_dot<FMT, E, 4, 4, 4, FMT == kBinary ? 2 : 3>(stream, p, device);
-}
-
-template <class E>
-cudaError_t launch_all(cudaStream_t stream, const Product& asked) {
-  Product p = asked;
-  Device device;
-  if (cudaError_t e = current_device(&device)) return e;
-  if (asked.tiles < 1) {  // the caller leaves it to the kernels
-    if (device.major >= 9) {
-      const cudaError_t error = choose_skinny<E>(stream, asked, device);
-      if (error != cudaErrorNotSupported) return error;
-    }
-    const int64_t each = ceil_div<int64_t>(p.d.rows * p.d.count, 16 * device.multiprocessors);
-    p.tiles = clamp_to(static_cast<int>(each) - 1, 7) + 1;
-  }
-  switch (p.d.fmt) {
-    case 0:
-      if (p.d.block % 32) return cudaErrorNotSupported;
-      return p.d.block % 64 ? launch_format<kNf4Fine, E>(stream, p, device) : launch_format<kNf4, E>(stream, p, device);
-    case 1:
-      return launch_format<kInt8, E>(stream, p, device);
-    case 2:
-      return launch_format<kTernary, E>(stream, p, device);
-    case 3:
-      return launch_format<kBinary, E>(stream, p, device);
-  }
-  return cudaErrorNotSupported;
 }
 
 }  // namespace eformer

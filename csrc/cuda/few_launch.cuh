@@ -1,0 +1,5 @@
+// Few rows of x.
+#pragma once
+
+#include "dot_launch.cuh"
+#include "skinny_launch.cuh"

@@ -1,0 +1,120 @@
+// Chooses the kernel of a product by the format. The kernels are compiled elsewhere, some formats at a time (parts.cmake).
+#include <type_traits>
+
+#include "common.cuh"
+#include "device.h"
+#include "kernels.h"
+#include "parts.h"
+
+namespace eformer {
+namespace {
+
+template <class E>
+constexpr bool kIsBf16 = std::is_same_v<E, __nv_bfloat16>;
+
+template <class E>
+cudaError_t choose_skinny(cudaStream_t stream, const Product& p, const Device& device) {
+  if (p.m > 16) return cudaErrorNotSupported;
+  const bool fine = p.d.block % 64 != 0;
+  switch (p.d.fmt) {
+    case 0:
+      if constexpr (kIsBf16<E>) {
+        if (p.y_dtype == kBf16) return multiply_skinny<kNf4, E, 1>(stream, p, device);
+      }
+      return multiply_skinny<kNf4, E, 2>(stream, p, device);
+    case 1:
+      return multiply_skinny<kInt8, E, 1>(stream, p, device);
+    case 2:
+      return multiply_skinny<kTernary, E, 1>(stream, p, device);
+    case 3:
+      return multiply_skinny<kBinary, E, 1>(stream, p, device);
+    case 4:
+    case 5:
+    case 6:
+      return fine ? multiply_skinny<kCode4Fine, E, 1>(stream, p, device) : multiply_skinny<kCode4, E, 1>(stream, p, device);
+    case 8:
+      return multiply_skinny<kE4m3, E, 1>(stream, p, device);
+    case 9:
+      return multiply_skinny<kE5m2, E, 1>(stream, p, device);
+  }
+  return cudaErrorNotSupported;
+}
+
+template <class E>
+cudaError_t choose(cudaStream_t stream, const Product& asked) {
+  Product p = asked;
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  if (asked.tiles < 1) {  // the caller leaves it to the kernels
+    if (device.major >= 9) {
+      const cudaError_t error = choose_skinny<E>(stream, asked, device);
+      if (error != cudaErrorNotSupported) return error;
+    }
+    const int64_t each = ceil_div<int64_t>(p.d.rows * p.d.count, 16 * device.multiprocessors);
+    p.tiles = clamp_to(static_cast<int>(each) - 1, 7) + 1;
+  }
+  if (in_nibbles(p.d.fmt) && p.d.block % 32) return cudaErrorNotSupported;
+  switch (p.d.fmt) {
+    case 0:
+      return p.d.block % 64 ? multiply_dot<kNf4Fine, E>(stream, p, device) : multiply_dot<kNf4, E>(stream, p, device);
+    case 1:
+      return multiply_dot<kInt8, E>(stream, p, device);
+    case 2:
+      return multiply_dot<kTernary, E>(stream, p, device);
+    case 3:
+      return multiply_dot<kBinary, E>(stream, p, device);
+    case 4:
+    case 5:
+    case 6:
+      return multiply_dot<kCode4Fine, E>(stream, p, device);
+    case 8:
+      return multiply_dot<kE4m3, E>(stream, p, device);
+    case 9:
+      return multiply_dot<kE5m2, E>(stream, p, device);
+  }
+  return cudaErrorNotSupported;
+}
+
+template <class E, int FORM>
+cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  if (device.major != 9) return cudaErrorNotSupported;  // no other generation has the instruction
+  switch (w.p.d.fmt) {
+    case 0:
+      if (w.p.d.block % 64) return cudaErrorNotSupported;
+      if constexpr (kIsBf16<E>) {
+        if (w.p.y_dtype == kF32) return multiply_wide<kNf4, E, FORM, 2>(stream, w);
+      }
+      return multiply_wide<kNf4, E, FORM, 1>(stream, w);
+    case 1:
+      return multiply_wide<kInt8, E, FORM, 1>(stream, w);
+    case 2:
+      return multiply_wide<kTernary, E, FORM, 1>(stream, w);
+    case 3:
+      return multiply_wide<kBinary, E, FORM, 1>(stream, w);
+    case 8:
+      return multiply_wide<kE4m3, E, FORM, 1>(stream, w);
+    case 9:
+      return multiply_wide<kE5m2, E, FORM, 1>(stream, w);
+  }
+  if constexpr (kIsBf16<E>) {  // bf16 holds the values exactly, and scales in two parts
+    if (in_nibbles(w.p.d.fmt) && w.p.d.block % 32 == 0 && w.p.y_dtype == kBf16) {
+      return multiply_wide<kCode4Fine, E, FORM, 1>(stream, w);
+    }
+  }
+  return cudaErrorNotSupported;
+}
+
+}  // namespace
+
+cudaError_t multiply_bf16(cudaStream_t stream, const Product& p) { return choose<__nv_bfloat16>(stream, p); }
+cudaError_t multiply_f16(cudaStream_t stream, const Product& p) { return choose<__half>(stream, p); }
+cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w) {
+  return w.axpy ? choose_wide<__nv_bfloat16, kAxpy>(stream, w) : choose_wide<__nv_bfloat16, kDot>(stream, w);
+}
+cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w) {
+  return w.axpy ? choose_wide<__half, kAxpy>(stream, w) : choose_wide<__half, kDot>(stream, w);
+}
+
+}  // namespace eformer

@@ -1,0 +1,49 @@
+# What is compiled of the kernels, in files of their own, so that several processors have something to do.
+set(few_nf4 "S(kNf4, 2) D(kNf4) D(kNf4Fine)")
+set(few_packed "S(kInt8, 1) S(kTernary, 1) S(kBinary, 1) D(kInt8) D(kTernary) D(kBinary)")
+set(few_four "S(kCode4, 1) S(kCode4Fine, 1) D(kCode4Fine)")
+set(few_float8 "S(kE4m3, 1) S(kE5m2, 1) D(kE4m3) D(kE5m2)")
+set(wide_nf4 "W(kNf4, 1)")
+set(wide_packed "W(kInt8, 1) W(kTernary, 1) W(kBinary, 1)")
+set(wide_four "W(kCode4Fine, 1)") # bfloat16 alone
+set(wide_float8 "W(kE4m3, 1) W(kE5m2, 1)")
+set(type_bf16 __nv_bfloat16)
+set(type_f16 __half)
+
+set(eformer_cuda_parts "")
+function(eformer_part name header instances)
+  set(file "${CMAKE_CURRENT_BINARY_DIR}/parts/${name}.cu")
+  string(REPLACE " " "\n" lines "${instances}")
+  string(REPLACE ",\n" ", " lines "${lines}")
+  file(CONFIGURE OUTPUT "${file}" CONTENT [[// Made by parts.cmake.
+#include "@header@"
+
+namespace eformer {
+#define S(FMT, TERMS) template cudaError_t multiply_skinny<FMT, @type@, TERMS>(cudaStream_t, const Product&, const Device&);
+#define D(FMT) template cudaError_t multiply_dot<FMT, @type@>(cudaStream_t, const Product&, const Device&);
+#define W(FMT, TERMS) template cudaError_t multiply_wide<FMT, @type@, @form@, TERMS>(cudaStream_t, const WideProduct&);
+@lines@
+}  // namespace eformer
+]] @ONLY)
+  set(eformer_cuda_parts ${eformer_cuda_parts} "${file}" PARENT_SCOPE)
+endfunction()
+
+foreach(kind bf16 f16)
+  set(type ${type_${kind}})
+  foreach(formats nf4 packed four float8)
+    set(instances "${few_${formats}}")
+    if(kind STREQUAL bf16 AND formats STREQUAL nf4)
+      string(APPEND instances " S(kNf4, 1)")
+    endif()
+    eformer_part(few_${kind}_${formats} few_launch.cuh "${instances}")
+    foreach(form kDot kAxpy)
+      if(kind STREQUAL bf16 OR NOT formats STREQUAL four)
+        eformer_part(wide_${kind}_${form}_${formats} wide_launch.cuh "${wide_${formats}}")
+      endif()
+    endforeach()
+  endforeach()
+endforeach()
+set(type ${type_bf16})
+foreach(form kDot kAxpy)
+  eformer_part(wide_bf16_${form}_sums wide_launch.cuh "W(kNf4, 2)")
+endforeach()
