@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from eformer.ops.quantization import quantize as quantize
     from eformer.ops.quantization import quantize_tree as quantize_tree
     from eformer.ops.quantization import report as report
+    from eformer.ops.quantization import size as size
     from eformer.ops.quantization import split_trainable as split_trainable
     from eformer.ops.quantization import straight_through as straight_through
     from eformer.ops.quantization.kernels import kernels as kernels
@@ -78,7 +79,7 @@ _NAMES = {
     "eformer.ops.quantization": (
         "Array1B Array8B ArrayFloat ArrayInt ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora "
         "dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize quantize_tree "
-        "report split_trainable straight_through"
+        "report size split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
     "eformer.serialization": (

@@ -25,6 +25,7 @@ from .box import box
 from .exporting import register_for_export
 from .fields import AUX, DECLARED, StaticData, check_mapped, layout, replaceable_fields, static_data_of
 from .operators import ArrayOperators
+from .placement import Placement
 
 _CACHES = ("_known", "_aval", "_aux")
 _NEVER_CHILDREN = (str, bytes, type, np.dtype)
@@ -85,7 +86,7 @@ class _ArrayBase:
     dtype: Any = dataclasses.field(default=None, kw_only=True, metadata={AUX: True})
 
 
-class ImplicitArray(ArrayOperators, _ArrayBase):
+class ImplicitArray(ArrayOperators, Placement, _ArrayBase):
     """A value that behaves like a `jax.Array` and is stored as something else.
 
     Subclasses are dataclasses. Fields are children (arrays, or pytrees of arrays, implicit ones included) unless made

@@ -142,3 +142,8 @@ def active_mesh() -> Any:
     current = abstract if manual or is_staging() else _mesh.get_concrete_mesh()
     found = (current, _mesh.thread_resources.env.physical_mesh)
     return next((mesh for mesh in found if not mesh.empty), None)
+
+
+def bytes_on_device(array: Any) -> int:
+    """Bytes that a computed array occupies, padding included."""
+    return array.on_device_size_in_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .report import Report as Report
 from .report import report as report
+from .report import size as size
 from .tree import dequantize_tree as dequantize_tree
 from .tree import fake_quantize_tree as fake_quantize_tree
 from .tree import plan_tree as plan_tree

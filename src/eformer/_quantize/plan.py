@@ -13,7 +13,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,17 +25,18 @@ from eformer.errors import UnusedRuleWarning
 
 from .config import Axis, QuantizationConfig, QuantizationType, config_of, quantize_stack
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
+from .own import own_format
 
 SKIP = ("norms", "biases", "routers", "positions", "constants", "unsure")
 MIN_SIZE = 4096
 _REGEX = "re:"
 _UNSURE = "it is unsure that a product uses it"
 
-Choice = QuantizationConfig | QuantizationType | str | Mapping[str, Any] | None
+Choice = QuantizationConfig | QuantizationType | str | Mapping[str, Any] | Callable[..., Any] | None
 
 
 def as_config(choice: Choice) -> QuantizationConfig | None:
-    """What a rule asks for: a format name, a configuration, or a mapping of its fields; None keeps the leaf dense.
+    """What a rule asks for: a format name, a configuration, its fields, a format of one's own; None keeps a leaf dense.
 
     >>> as_config({"dtype": "nf4", "block_size": 32, "double_quant": True}).double_quant
     True
@@ -44,10 +45,12 @@ def as_config(choice: Choice) -> QuantizationConfig | None:
         return choice
     if isinstance(choice, str):
         return QuantizationConfig(choice)
+    if own := own_format(choice):
+        return own
     if not isinstance(choice, Mapping):
         raise TypeError(
             f"a rule asks for {choice!r} of type {type(choice).__name__}; allowed are a format name, a "
-            "QuantizationConfig, a mapping of its options, or None."
+            "QuantizationConfig, a mapping of its options, a class with `quantize`, a function, or None."
         )
     allowed = [f.name for f in dataclasses.fields(QuantizationConfig)]
     unknown = sorted(set(choice) - set(allowed))
@@ -197,7 +200,7 @@ def plan(
     Only shapes and dtypes are looked at. Arguments are those of `quantize_tree`; `axis` is for rules that name none.
     """
     asked = default != "nf4"  # by name, and not because nothing else was said
-    if isinstance(rules, (str, QuantizationConfig)):  # one choice for everything
+    if isinstance(rules, (str, QuantizationConfig)) or callable(rules):  # one choice for everything
         rules, default, asked = None, rules, True
     ordered, fallback = Rules({} if rules is None else rules), as_config(default)
     kinds = skipped_kinds(skip)

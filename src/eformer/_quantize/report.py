@@ -118,6 +118,17 @@ def report(params: Any, original: Any = None) -> Report:
     return Report(tuple(lines))
 
 
+def size(tree: Any) -> int:
+    """The number of values of a model: of quantized arrays the logical ones, not what is stored; ties count once.
+
+    >>> from .config import quantize
+    >>> size({"kernel": quantize(jnp.ones((64, 32))), "bias": jnp.zeros(32)})
+    2080
+    """
+    values = {id(leaf.value): leaf.value for leaf in open_tree(tree).leaves}
+    return sum(math.prod(value.shape) for value in values.values() if hasattr(value, "shape"))
+
+
 def relative_error(value: Any, original: Any) -> float:
     """‖value − original‖ / ‖original‖; 0 for two zeros, NaN where one of them is not finite."""
     dense = jnp.asarray(materialize(original))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eformer._quantize.leaves import GROUPS
+from eformer._quantize.own import imported
 from eformer._quantize.plan import MIN_SIZE, SKIP, Plan
 from eformer._quantize.tree import reporter
 from eformer._table import printable
@@ -49,7 +50,7 @@ def _rule(text: str) -> tuple[str, Any]:
 
 
 def _choice(text: str) -> Any:
-    return None if text.lower() in _KEEP else text
+    return None if text.lower() in _KEEP else imported(text) if ":" in text else text
 
 
 def _rules_file(path: Path) -> list[tuple[str, Any]]:

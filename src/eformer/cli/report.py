@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         try:
             found.plot(options.plot)
-        except ImportError as err:
+        except (ImportError, ValueError) as err:  # no matplotlib, or a suffix that it does not know
             raise Failure(str(err)) from err
     mesh = _mesh_section(options, leaves)
     if options.json:

@@ -27,6 +27,7 @@ from eformer._quantize import plan_tree as plan_tree
 from eformer._quantize import quant_delay as quant_delay
 from eformer._quantize import quantize_tree as quantize_tree
 from eformer._quantize import report as report
+from eformer._quantize import size as size
 from eformer._quantize.config import QuantizationConfig as QuantizationConfig
 from eformer._quantize.config import QuantizationType as QuantizationType
 from eformer._quantize.config import quantize as quantize
