@@ -261,8 +261,10 @@ def _check_format(leaf: Leaf, wanted: QuantizationConfig) -> None:
     same = dataclasses.replace(wanted, axis=found.axis, use_kernel=found.use_kernel, simulate=False)
     if found not in (same, _in_one_block(same, leaf.value.shape)):
         names = [f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(same, f.name)]
+        told = [[n for n in names if n == "dtype" or n in c.format.options] for c in (wanted, found)]
         asked, there = (
-            ", ".join(f"{n}={getattr(c, n)!s}" for n in names if getattr(c, n) is not None) for c in (wanted, found)
+            ", ".join(f"{n}={getattr(c, n)!s}" for n in own if getattr(c, n) is not None)
+            for own, c in zip(told, (wanted, found), strict=True)
         )
         raise ValueError(
             f"{leaf.path!r} is quantized already, with {there}, and {asked} is asked for. Nothing is quantized twice: "
