@@ -54,6 +54,7 @@ MEASURES = {
     "minilm": "1 - cosine, all-MiniLM-L6-v2",
 }
 SIZE = 2048
+_LEAST = 1e-4  # what is below is drawn there
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,27 +127,21 @@ def _embedder() -> Any:
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One panel for each measure: bits per weight against the loss, both on logarithmic axes."""
+    """One panel for each measure: bits per weight against the loss."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     held = [key for key in MEASURES if key in rows[0]]
-    figure = Figure(figsize=(5.6 * len(held), 5.4), layout="constrained")
+    figure = Figure(figsize=(4.6 * len(held) + 2.4, 4.8), layout="constrained")
     for panel, key in zip(figure.subplots(1, len(held), squeeze=False)[0], held, strict=True):
         for number, row in enumerate(rows):
-            loss = max(row[key], 1e-6)
-            panel.scatter(row["bits"], loss, s=36, color=f"C{number % 10}", zorder=3)
-            panel.annotate(
-                row["format"], (row["bits"], loss), xytext=(5, 4 if number % 2 else -10), textcoords="offset points",
-                fontsize=7,
-            )  # fmt: skip
-        panel.set_xscale("log")
+            label, loss = f"{number + 1}  {row['format']}", max(row[key], _LEAST)
+            panel.scatter(row["bits"], loss, s=22, color=f"C{number % 10}", label=label, zorder=3)
+            panel.annotate(str(number + 1), (row["bits"], loss), xytext=(4, 2), textcoords="offset points", fontsize=8)
         panel.set_yscale("log")
-        panel.set_xticks([1, 2, 3, 4, 5, 6, 8], ["1", "2", "3", "4", "5", "6", "8"])
-        panel.minorticks_off()
-        panel.set_xlim(0.95, 11)
         panel.set_xlabel("bits per weight")
-        panel.set_title(MEASURES[key])
+        panel.set_title(MEASURES[key], fontsize=10)
         panel.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path)
 
 

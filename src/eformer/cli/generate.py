@@ -24,7 +24,11 @@ from .inspect import check_exists
 FORMATS: dict[str, Any] = {
     "f32": None,
     "int8": "int8",
+    "fp8": "fp8",
     "int4": "int4",
+    "iq4_nl": "iq4_nl",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
     "nf4": "nf4",
     "nf4 dq": {"dtype": "nf4", "double_quant": True},
     "ternary": "ternary",
