@@ -23,7 +23,7 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import open_set
 from ..checkpoint.load import LazyCheckpoint
-from ..safetensors.header import MAX_HEADER, Entry, about
+from ..safetensors.header import MAX_HEADER, Entry, about, fits_jax
 from ..safetensors.reading import MappedFile, aligned_empty, open_regular
 from ..tree.describe import NO_STRUCTURE
 from . import bitsandbytes, float_schemes, integer_schemes
@@ -148,7 +148,7 @@ class PackedCheckpoint(LazyCheckpoint):
                 made = self._nf4(weight, {n: self._stored(n) for n in weight.tensors})
             else:
                 numbers = self._numbers(weight)
-                arrays = {suffix: self._stored(tensor) for suffix, tensor in weight.tensors.items()}
+                arrays = {suffix: self._stored(weight.tensors[suffix]) for suffix in self._operands(weight)}
                 weight.scheme.check(arrays, **numbers)
                 made = _made(weight.scheme.make, *_split(numbers, arrays))
         is_split = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
@@ -162,9 +162,7 @@ class PackedCheckpoint(LazyCheckpoint):
         if weight is None:
             return super().abstract(name)
         with self._about(weight):
-            shapes = {
-                s: jax.ShapeDtypeStruct(self.entry(t).shape, self.entry(t).dtype) for s, t in weight.tensors.items()
-            }
+            shapes = {s: jax.ShapeDtypeStruct(e.shape, e.dtype) for s, e in self._operands(weight).items()}
             if weight.scheme is not None:
                 static, dynamic = _split(self._numbers(weight), shapes)
                 return jax.eval_shape(functools.partial(_made, weight.scheme.make, static), dynamic), {}
@@ -173,6 +171,11 @@ class PackedCheckpoint(LazyCheckpoint):
             arrays = {n: self._stored(n) if n in small else np.zeros(s.shape, s.dtype) for n, s in shapes.items()}
             made = self._nf4(weight, arrays)
             return jax.eval_shape(lambda: made), {}
+
+    def _operands(self, weight: Weight) -> dict[str, Entry]:
+        """The tensors `make` takes: a shape of 64-bit numbers is none, and JAX would cut it."""
+        entries = {suffix: self.entry(tensor) for suffix, tensor in weight.tensors.items()}
+        return {suffix: entry for suffix, entry in entries.items() if fits_jax(entry.dtype)}
 
     def _nf4(self, weight: Weight, arrays: Mapping[str, np.ndarray]) -> Any:
         state = next(name for name in arrays if bitsandbytes.STATE in name)
