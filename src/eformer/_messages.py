@@ -53,6 +53,19 @@ itself. Map the array, with vmap inside of implicit,
 
 or move the axis to the front and map that."""
 
+SHARDED_STORAGE = """\
+jax.shard_map splits the arrays that {name} stores by {spec}, and their axes are not those of the array itself.
+Split the array, with shard_map inside of implicit,
+
+    implicit(jax.shard_map(f, in_specs=...))(q)
+
+or give a spec for every stored array: in_specs=q.child_specs({spec})."""
+
+SCANNED_STORAGE = """\
+jax.lax.associative_scan takes apart the arrays that {name} stores. Scan the array instead, inside of implicit:
+
+    implicit(lambda q: jax.lax.associative_scan(f, q))(q)"""
+
 UNEVEN_BATCH = """\
 the children of {name} gained different numbers of leading axes (ranks {now}, built with {built}), so its
 shape is ambiguous. Map over all children together, or declare `core_ndim` on the class."""

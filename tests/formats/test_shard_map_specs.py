@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import LoraArray
-from eformer.errors import MaterializationError, MaterializationWarning
+from eformer.errors import MaterializationError, MaterializationWarning, ShardingError, SlicedBelowCoreError
 from eformer.jaximus import explain, implicit, materialization_policy
 from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4
 
@@ -138,3 +138,33 @@ def test_specs_by_storage_of_a_double_quantized_array_say_what_to_do() -> None:
         f(in_specs=(q.child_specs(P(None, "t")),))(q)
     plain = dataclasses.replace(q, absmax=q.absmax.expanded())
     check(f(in_specs=(plain.child_specs(P(None, "t")),))(plain), jnp.tanh(dense(q)))
+
+
+@pytest.mark.parametrize("kind", ["nf4-16", "ternary"])
+def test_one_spec_for_what_an_array_stores_is_refused(kind: str) -> None:
+    """Outside of implicit, and under `with implicit:`, JAX splits the stored arrays."""
+    q = MAKE[kind](normal(seeded(kind, "raw"), 64, 64))
+    mapped = functools.partial(jax.shard_map, lambda x, w: jnp.tanh(w), mesh=mesh_of(4), out_specs=P("t"))
+    for call in (mapped(in_specs=(P(), P("t"))), jax.jit(mapped(in_specs=(P(), P("t")), check_vma=False))):
+        with pytest.raises(ShardingError, match=r"implicit\(jax.shard_map\(f, in_specs=...\)\)\(q\)"), implicit:
+            call(1.0, q)
+        with pytest.raises(ShardingError, match=r"in_specs=q.child_specs\(P"):
+            call(1.0, q)
+    by_storage = mapped(in_specs=(P(), q.child_specs(P("t"))))
+    with implicit:
+        check(by_storage(1.0, q), jnp.tanh(dense(q)))
+    check(implicit(mapped(in_specs=(P(), P("t"))))(1.0, q), jnp.tanh(dense(q)))
+
+
+def test_one_spec_is_right_for_batch_axes() -> None:
+    q = ArrayNF4.quantize(normal(seeded("stack"), 4, 64, 16), 64, double_quant=True)
+    f = jax.shard_map(jnp.tanh, mesh=mesh_of(4), in_specs=P(("t", "u")), out_specs=P(("t", "u")))
+    check(f(q), jnp.tanh(dense(q)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_associative_scan(kind: str) -> None:
+    q = MAKE[kind](normal(seeded(kind, "scan"), *SHAPE))
+    with pytest.raises(SlicedBelowCoreError, match="associative_scan"), implicit:
+        lax.associative_scan(jnp.add, q)
+    check(implicit(lambda q: lax.associative_scan(jnp.add, q))(q), lax.associative_scan(jnp.add, dense(q)), 3e-5)

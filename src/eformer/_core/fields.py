@@ -1,6 +1,6 @@
 """What the dataclass fields of an implicit array mean: which are children of the pytree, which are static.
 
-And what `jax.vmap` makes of them: see `check_mapped`.
+And what `jax.vmap` and `jax.shard_map` make of them: see `check_mapped`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, get_origin
 import jax.tree_util as jtu
 
 from eformer import _messages, errors
-from eformer._jax import traces
+from eformer._jax import callers, traces
 
 from .operators import ArrayOperators
 
@@ -133,12 +133,32 @@ def check_mapped(q: Any, source: Any) -> None:
     """
     if source is None:
         return
-    axes = {axis for leaf, stored in _leaf_pairs(q, source) if (axis := traces.axis_mapped(leaf, stored)) is not None}
+    pairs = tuple(_leaf_pairs(q, source))
+    if any(_is_part(leaf, stored) for leaf, stored in pairs):
+        _check_parts(q, source)
+    axes = {axis for leaf, stored in pairs if (axis := traces.axis_mapped(leaf, stored)) is not None}
     if not axes or q.core_ndim is None:
         return
     if len(axes) == 1 and q.stores_axis_in_place(min(axes), q.ndim + 1):  # with the mapped axis
         return
     raise errors.SlicedBelowCoreError(_messages.MAPPED_CORE.format(name=type(q).__name__))
+
+
+def _is_part(leaf: Any, stored: Any) -> bool:
+    shape, whole = getattr(leaf, "shape", ()), getattr(stored, "shape", ())
+    return len(shape) == len(whole) and shape != whole
+
+
+def _check_parts(q: Any, source: Any) -> None:
+    """Refuse two functions of JAX that cut what an array stores: `shard_map` by one spec for all of it, as it does
+    outside of `implicit`, and `associative_scan`."""
+    name = type(q).__name__
+    if callers.taken_apart_by_associative_scan(source):
+        raise errors.SlicedBelowCoreError(_messages.SCANNED_STORAGE.format(name=name))
+    spec = callers.spec_in_shard_map(source)
+    split = [axis for axis, entry in enumerate(spec or ()) if entry is not None]
+    if not all(source.stores_axis_in_place(axis, source.ndim) for axis in split):
+        raise errors.ShardingError(_messages.SHARDED_STORAGE.format(name=name, spec=spec))
 
 
 def _leaf_pairs(q: Any, source: Any) -> Iterator[tuple[Any, Any]]:

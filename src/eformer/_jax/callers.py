@@ -10,10 +10,13 @@ import itertools
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import jax.tree_util as jtu
 from jax._src import source_info_util as _source_info
+from jax.sharding import PartitionSpec
 
 _OPERATOR_MODULE = "jax._src.numpy.array_methods"
 _CONSTRUCTOR_MODULE = "jax._src.numpy.array_constructors"
@@ -43,6 +46,42 @@ def read_by_array_constructor(depth: int = 2) -> bool:
             return False
         asked, frame = True, frame.f_back
     return asked
+
+
+def spec_in_shard_map(array: Any) -> Any:
+    """The PartitionSpec for the whole of `array`, an argument of the shard_map whose body is running; None if its
+    stored arrays have specs of their own.
+
+    Should JAX rename what is looked for here, the answer becomes None, and nothing is refused.
+    """
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    for frame in _frames("jax._src.shard_map", "wrapped"):
+        given = frame.f_locals
+        held = jtu.tree_map(lambda spec, part: _holds(part, array), given["in_specs"], given["args"], is_leaf=is_spec)
+        pairs = zip(jtu.tree_leaves(given["in_specs"], is_leaf=is_spec), jtu.tree_leaves(held), strict=True)
+        for spec, found in pairs:
+            if found:
+                return spec
+    return None
+
+
+def taken_apart_by_associative_scan(array: Any) -> bool:
+    """Is this array an operand of a running `associative_scan`? Should JAX move that function: False."""
+    frames = _frames("jax._src.lax.control_flow.loops", "associative_scan")
+    return any(_holds(frame.f_locals["elems"], array) for frame in frames)
+
+
+def _holds(tree: Any, array: Any) -> bool:
+    return any(node is array for node in jtu.tree_leaves(tree, is_leaf=lambda x: x is array))
+
+
+def _frames(module: str, function: str) -> Iterator[FrameType]:
+    """The running calls of a function, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            yield frame
+        frame = frame.f_back
 
 
 # Packages that call functions on behalf of the user: their frames are not the place to look at.
