@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from eformer.jaximus import implicit
+from eformer.ops.quantization import Array1B
 
 from .contract import FAST, FEW, check, dense, make, normal, seeded
 
@@ -117,3 +118,31 @@ def test_f64_under_x64() -> None:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run([sys.executable, "-c", X64], cwd=root, env=environment, capture_output=True, text=True)
     assert done.stdout == "fine\n", done.stderr[-3000:]
+
+
+WEAK = {
+    "elu": jax.nn.elu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "xlogy": lambda c: jax.scipy.special.xlogy(c, 2.0),
+    "less": lambda c: c < 1.5,
+    "times": lambda c: c * 0.5,
+    "arctan2": lambda c: jnp.arctan2(c, 1.0),
+    "half": lambda c: (c * 0.5) * jnp.ones((), jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_weak_types_are_those_of_dense_arrays(name: str) -> None:
+    """Integer codes with a Python number give a weak float: what it meets next decides its dtype."""
+    f, codes = WEAK[name], Array1B.quantize(jnp.sign(jnp.round(normal(seeded("weak"), 8, 6))).astype(jnp.int8))
+    want = f(dense(codes))
+    for found in (implicit(f)(codes), jax.jit(implicit(f))(codes)):
+        assert (found.dtype, found.weak_type) == (want.dtype, want.weak_type)
+        check(found, want)
+
+
+def test_numpy_functions_of_an_array_closed_over_inside_jit() -> None:
+    q, x = make("nf4", seeded("numpy"), 70, 26), np.ones((2, 70), np.float32)
+    np.testing.assert_allclose(jax.jit(lambda: jnp.asarray(np.dot(x, q)))(), x @ np.asarray(dense(q)), rtol=1e-5)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(lambda q: np.asarray(q))(q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -301,7 +302,10 @@ class ImplicitArray(ArrayOperators, Placement, _ArrayBase):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # materializing always makes a new array
-        dense = np.asarray(_materialization.materialize_on_request(self))
+        # Known values stay known inside jit, as those of any array that a function closes over.
+        traced = any(isinstance(leaf, traces.Tracer) for leaf in jtu.tree_leaves(self))
+        with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
+            dense = np.asarray(_materialization.materialize_on_request(self))
         return dense if dtype is None else dense.astype(dtype)
 
     def __repr__(self) -> str:

@@ -306,8 +306,8 @@ def select_n(which: jax.Array, *operands: QuantizedArray, **params: Any) -> Any:
 
 @register("convert_element_type")
 def convert_element_type(q: QuantizedArray, *, new_dtype: Any, **params: Any) -> Any:
-    """Lazy: the values are decoded to the new dtype whenever they are decoded."""
-    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
+    """Lazy: the values are decoded to the new dtype whenever they are decoded. These arrays have no weak types."""
+    if params.get("sharding") is not None or params.get("weak_type") or not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
     return q if jnp.dtype(new_dtype) == q.dtype else q.replaced(dtype=jnp.dtype(new_dtype))
 
