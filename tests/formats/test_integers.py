@@ -232,3 +232,12 @@ def test_bad_input() -> None:
         ArrayInt(q.packed, q.scale, block_size=32)
     with pytest.raises(TypeError, match="symmetric must be True or False"):
         ArrayInt.quantize(jnp.ones((64, 4)), symmetric=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_codes_in_the_middle_between_two() -> None:
+    """Values of few bits often are: a quotient that is one ulp off takes the other code."""
+    w = np.asarray(jnp.asarray(random(9, 64, 2048)).astype(jnp.bfloat16).astype(jnp.float32))
+    for bits, symmetric in ((4, False), (8, False), (8, True)):
+        found = codec.encode(w, axis=-1, bits=bits, block_size=32, symmetric=symmetric)
+        want = references.integer_encode(w, axis=-1, bits=bits, block_size=32, symmetric=symmetric)
+        np.testing.assert_array_equal(found[0], stored(want[0], bits))

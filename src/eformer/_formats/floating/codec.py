@@ -209,13 +209,13 @@ def _encode_blocks(blocks: jax.Array, absmax: jax.Array, whole: Any, row: Kind, 
     else:
         scale = jnp.where(finite, _searched(blocks, jnp.where(finite, absmax, 0), at), jnp.nan).astype(jnp.float16)
         scaled = _unscaled(blocks, jnp.where(finite, scale, 0).astype(jnp.float32), at + 1)
-    return _paired(_nearest(scaled, row), at + 1, row.per_byte), scale
+    return _paired(nearest(scaled, row), at + 1, row.per_byte), scale
 
 
 def _unscaled(values: jax.Array, scale: jax.Array, at: int) -> jax.Array:
     """`values / scale`; 0 where the scale is."""
     inverse = jnp.expand_dims(scale, at)
-    return jnp.where(inverse == 0, 0 * values, values / jnp.where(inverse == 0, 1, inverse))
+    return jnp.where(inverse == 0, 0 * values, _blocks.quotient(values, jnp.where(scale == 0, 1, scale), at))
 
 
 def _divided(absmax: jax.Array, largest: float) -> jax.Array:
@@ -226,7 +226,7 @@ def _divided(absmax: jax.Array, largest: float) -> jax.Array:
     return jnp.where(scale < _TINY, 0, jnp.minimum(scale, highest))
 
 
-def _nearest(x: jax.Array, row: Kind) -> jax.Array:
+def nearest(x: jax.Array, row: Kind) -> jax.Array:
     """The nearest codes, as bytes."""
     if row.element == "iq4_nl":
         return _nearest_entry(x)

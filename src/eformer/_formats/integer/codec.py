@@ -147,7 +147,7 @@ def _divisor(scale: jax.Array) -> jax.Array:
 
 
 def _rounded(blocks: jax.Array, scale: jax.Array, at: int) -> jax.Array:
-    return jnp.round(blocks / jnp.expand_dims(_divisor(scale), at))
+    return jnp.round(_blocks.quotient(blocks, _divisor(scale), at))
 
 
 def _codes(codes: jax.Array, nothing: int, bits: int) -> jax.Array:
