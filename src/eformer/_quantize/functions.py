@@ -149,11 +149,12 @@ def quantized_matmul(
     >>> quantized_matmul(jnp.ones((4, 128)), *quantize(w)).shape
     (4, 32)
     """
+    q: Any = w
     if not isinstance(w, ImplicitArray):
         if scales is None:
             raise TypeError("scales are missing; pass what quantize returned, or an array of as_array.")
-        w = as_array(w, scales, biases, group_size, bits, mode, x.dtype)
-    return x @ (w.mT if transpose else w)
+        q = as_array(w, scales, biases, group_size, bits, mode, x.dtype)
+    return x @ (q.mT if transpose else q)
 
 
 def _sizes(mode: str, group_size: int | None, bits: int | None) -> tuple[int, int]:
