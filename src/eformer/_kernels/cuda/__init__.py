@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -97,14 +96,14 @@ def _refuses_groups(problem: Problem) -> str | None:
 # Rows of x up to which scales are kept out of the decoded matrix.
 FOLD_M = 256
 # Rows of x up to which one matrix of so few values is not decoded first, where the wide kernel does not take it.
-SMALL, SMALL_M = 1 << 23, MappingProxyType(dict.fromkeys(BYTES, 8))
+SMALL = 1 << 23
 
 
 def decodes_while_multiplying(problem: Problem) -> bool:
     """Is this a product for the fused kernel? Otherwise the matrix is decoded first."""
     exact = _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
     small = problem.rows * problem.cols <= SMALL and not problem.batch
-    few = problem.m <= (SMALL_M.get(problem.fmt, 16) if small else generation().largest_m)
+    few = problem.m <= ((8 if problem.fmt in BYTES else 16) if small else generation().largest_m)
     whole = not (problem.block or 0) % LIMITS.block
     return problem.form == "dot" and few and whole and not exact and not problem.scaled_both_ways
 
