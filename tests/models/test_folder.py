@@ -16,6 +16,7 @@ import eformer as ef
 from eformer.errors import CheckpointError
 from eformer.models import decode, forward, load, make_cache
 from eformer.models._families import described
+from eformer.serialization import export
 
 from . import folders
 
@@ -142,6 +143,18 @@ def test_other_ways_to_store_the_weights(tmp_path: Path):
     (shards / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has 2 of 3 shards; number 2 is missing"):
         load(shards)
+
+
+def test_checkpoints_of_other_programs(tmp_path: Path):
+    source = folders.write(tmp_path / "source", "qwen 3")
+    ef.quantize_folder(source, tmp_path / "ours", {"*_proj*": "fp8"}, default=None, min_size=0)
+    export(tmp_path / "ours", tmp_path / "theirs", "fp8")
+    ours, theirs = load(tmp_path / "ours"), load(tmp_path / "theirs")
+    assert theirs.params["layers"][0]["q"].format == ours.params["layers"][0]["q"].format
+    run, tokens = jax.jit(forward, static_argnums=0), jnp.arange(8)[None]
+    expected = run(ours.config, ours.params, tokens)
+    found = run(theirs.config, theirs.params, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(abs(expected).max()))
 
 
 def test_dtype_and_progress(tmp_path: Path):
