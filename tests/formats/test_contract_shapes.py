@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from typing import Any, ClassVar
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from eformer import Part, QuantizedArray
 from eformer._formats.floating.array import ArrayFloat
-from eformer.jaximus import MaterializationError, implicit, materialization_policy
+from eformer.jaximus import MaterializationError, aux_field, implicit, materialization_policy
 from eformer.ops.quantization import Array8B
 
 from .contract import EVERY, FAST, FEW, FORMATS, check, dense, make, normal, seeded
@@ -272,3 +275,28 @@ def test_refusal_names_type_and_place() -> None:
         pytest.raises(MaterializationError, match=r"Refusing.*ArrayNF4.*float32\[8,8\]"),
     ):
         jnp.exp(q)
+
+
+@dataclasses.dataclass
+class Levels(QuantizedArray):
+    """A type of somebody's own, whose codes are the values."""
+
+    codes: Any
+    sharding: Any = aux_field(default=None)
+
+    format: ClassVar[str] = "levels"
+    parts: ClassVar[tuple[Part, ...]] = (Part("codes"),)
+    blocked: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def materialize(self) -> Any:
+        return self.codes.astype(self.dtype)
+
+
+def test_types_without_scales_are_joined_and_carried() -> None:
+    q = Levels(jnp.arange(6, dtype=jnp.int8).reshape(2, 3), dtype=jnp.float32)
+    d = np.arange(6, dtype=np.float32).reshape(2, 3)
+    joined = join(q, q, 0)
+    assert type(joined) is Levels
+    np.testing.assert_array_equal(joined.materialize(), np.concatenate([d, d]))
+    turned = implicit(lambda q: lax.scan(lambda q, _: (jnp.flip(q, 0), q), q, None, length=3)[0])(q)
+    np.testing.assert_array_equal(turned.materialize(), d[::-1])

@@ -117,6 +117,10 @@ class QuantizedArray(ImplicitArray, frozen=True):
     def scale_part(self) -> Part:
         return next(p for p in self.parts if p.is_scale)
 
+    @property
+    def has_scale(self) -> bool:
+        return any(p.is_scale and getattr(self, p.field) is not None for p in self.parts)
+
     def frozen_scale(self) -> Any:
         """The scale to decode with: whoever differentiates with respect to it is told what to do instead."""
         scale = self.part(self.scale_part)
@@ -141,9 +145,9 @@ class QuantizedArray(ImplicitArray, frozen=True):
 
     def stored_like(self: Q, other: Any) -> Q:
         """A factor changes the type of the scale; where a loop or a branch has one, the others get one too."""
-        if not isinstance(other, QuantizedArray) or self.part(self.scale_part) is None:
+        if not (isinstance(other, QuantizedArray) and self.has_scale and other.has_scale):
             return self
-        made = self if other.part(other.scale_part) is None or same_scales(self, other) else self.with_plain_scale()
+        made = self if same_scales(self, other) else self.with_plain_scale()
         return made.with_factor(made.frozen_scale()) if other.carries_factor and not made.carries_factor else made
 
     def replaced(self: Q, **changes: Any) -> Q:

@@ -244,7 +244,7 @@ def same_layout(arrays: Sequence[Any]) -> bool:
 
 def _with_like_scales(arrays: Sequence[Any]) -> Sequence[Any]:
     """Bare codes next to scaled ones get a scale of one, stored scales next to multiplied ones are guarded as those."""
-    bare = [isinstance(a, QuantizedArray) and a.part(a.scale_part) is None for a in arrays]
+    bare = [isinstance(a, QuantizedArray) and not a.has_scale for a in arrays]
     if any(bare) and not all(bare):
         arrays = [a.scaled(jnp.ones((1,) * a.ndim), a.dtype) if b else a for a, b in zip(arrays, bare, strict=True)]
     if all(isinstance(a, QuantizedArray) for a in arrays) and not all(bare) and not same_scales(*arrays):
