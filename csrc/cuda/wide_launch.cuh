@@ -71,14 +71,14 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
 }
 
 // The shapes that are there: 64 or 128 outs per block in the dot form, 128 or 256 in the axpy form. More than 64 rows of x
-// (axpy form: 32) leave registers for two warpgroups only. For 256 rows the axpy form has one tile per warpgroup, which
+// (axpy form: 32) leave registers for two warpgroups only, and formats without scales of blocks are quicker with two. For 256 rows the axpy form has one tile per warpgroup, which
 // makes 128 outs; formats of 4 bits need that.
 template <int FMT, class E, int FORM, int N>
 cudaError_t launch_few(cudaStream_t stream, const WideProduct& w) {
   const bool few = w.outs <= (FORM == kDot ? 64 : 128);
   if constexpr (FORM == kDot) {
     return few ? launch_wide<FMT, E, FORM, N, 2, 2>(stream, w) : launch_wide<FMT, E, FORM, N, 4, 2>(stream, w);
-  } else if constexpr (N <= 32) {
+  } else if constexpr (N <= 32 && kInNibbles<FMT>) {
     return few ? launch_wide<FMT, E, FORM, N, 4, 4>(stream, w) : launch_wide<FMT, E, FORM, N, 4, 2>(stream, w);
   } else {
     return few ? launch_wide<FMT, E, FORM, N, 2, 2>(stream, w) : launch_wide<FMT, E, FORM, N, 2, 1>(stream, w);

@@ -77,9 +77,9 @@ def test_products(fmt: str, form: str) -> None:
     rng = np.random.default_rng(FORMATS.index(fmt) + 10 * (form == "axpy"))
     made = cases(rng, fmt)
     for dtype, limit in LIMITS.items():
-        size = 1e-4 if fmt == "fp8_e5m2" else 1.0  # results that float16 holds
-        deep = [cols if form == "dot" else rows for rows, cols, _ in SIZES]
-        xs = [jnp.asarray(size * rng.standard_normal((m, k)), dtype) for k, (_, _, m) in zip(deep, SIZES, strict=True)]
+        if fmt == "fp8_e5m2" and dtype == jnp.float16:
+            continue  # it does not hold the values times their scales
+        xs = [jnp.asarray(rng.standard_normal((m, cols if form == "dot" else rows)), dtype) for rows, cols, m in SIZES]
         ys = run_all(made, xs, form)
         for case, x, y, size in zip(made, xs, ys, SIZES, strict=True):
             assert y.dtype == x.dtype

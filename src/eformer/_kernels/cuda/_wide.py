@@ -25,9 +25,9 @@ FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
 SMALL: Mapping[str, int] = MappingProxyType({"nf4": 1 << 24} | dict.fromkeys(BYTES, 1 << 26))
 LONG = MappingProxyType({"nf4": 8192})  # or more columns than these
 # Rows of x from which on decoding once and multiplying with cuBLAS is as quick; for NF4 as sums of two bf16, earlier.
-# Large matrices: up to the first number the fused kernel is quicker, then the costs decide.
+# For large matrices of so many values the costs decide from 257 rows on.
 MOST, MOST_SUMS = 1024, 256
-LARGE, MOST_LARGE = 1 << 22, (256, 4096)
+LARGE, LARGE_M = 1 << 22, 256
 # Microseconds of decoding first: two calls, a million values, a million multiplications.
 CALLS, DECODING, MULTIPLYING = 3.0, 0.76, 0.00278
 
@@ -69,8 +69,8 @@ DOT_BLOCKS: Mapping[tuple[int, int], Cost] = MappingProxyType(
 )  # fmt: skip
 AXPY: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
-        (16, 256): Cost(3.8, 0.41), (16, 128): Cost(4.2, 0.23), (32, 256): Cost(5.1, 0.43),
-        (32, 128): Cost(5.5, 0.245), (64, 256): Cost(6.6, 0.50), (64, 128): Cost(4.9, 0.28),
+        (16, 256): Cost(1.0, 0.46), (16, 128): Cost(2.8, 0.22), (32, 256): Cost(1.0, 0.49),
+        (32, 128): Cost(2.5, 0.26), (64, 256): Cost(6.6, 0.50), (64, 128): Cost(4.9, 0.28),
         (128, 256): Cost(9.2, 0.665), (128, 128): Cost(7.1, 0.35),
     }
 )  # fmt: skip
@@ -122,11 +122,9 @@ def takes(problem: Problem) -> bool:
     deep, fmt = problem.cols if problem.form == "dot" else problem.rows, problem.fmt
     small = problem.rows * problem.cols <= SMALL.get(fmt, 0) or problem.cols > LONG.get(fmt, problem.cols)
     fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST
-    large = problem.rows * problem.cols > LARGE and most == MOST
-    most = MOST_LARGE[1] if large else most
     if not fewest <= rows <= most or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
-    if large and rows > MOST_LARGE[0] and not _beats_decoding(problem, rows):
+    if rows > LARGE_M and problem.rows * problem.cols > LARGE and not _beats_decoding(problem, rows):
         return False
     if problem.fmt == "nf4":
         return (problem.block or 0) % 64 == 0
