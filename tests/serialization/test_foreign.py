@@ -27,6 +27,7 @@ CASES: dict[str, Any] = {
     "gptq, symmetric": lambda rng: made.gptq(rng, sym=True),
     "gptq, 2 bits": lambda rng: made.gptq(rng, bits=2, group=16),
     "gptq, 3 bits": lambda rng: made.gptq(rng, bits=3),
+    "gptq, 24 outputs": lambda rng: made.gptq(rng, out=24),  # as many words of zero points as with 3 bits
     "gptq, 8 bits": lambda rng: made.gptq(rng, bits=8),
     "gptq, one group": lambda rng: made.gptq(rng, group=96),
     "gptq, ragged": lambda rng: made.gptq(rng, group=64),

@@ -81,7 +81,7 @@ def gptq(q: Any) -> tuple[Stored, Note]:
         ".g_idx": (place // group).astype(jnp.int32),
     }
     form = {"sym": zero is None, "checkpoint_format": "gptq" if zero is None else "gptq_v2"}
-    return stored, {"bits": q.bits, "group_size": -1 if group == size else group, "desc_act": order is not None, **form}
+    return stored, {"bits": q.bits, "group_size": group, "desc_act": order is not None, **form, "rows": group == size}
 
 
 def mlx(q: Any) -> tuple[Stored, Note]:
@@ -164,7 +164,14 @@ def _same(notes: Mapping[str, Note], method: str) -> Note:
         if note != found:
             what = f"would need {note}, and {first!r} needs {found}; {method} has one configuration for all weights."
             raise CheckpointError(what, tensor=name, fix="Quantize all weights alike.")
-    return {"quantization_config": {"quant_method": method, **found}}
+    return {"quantization_config": {"quant_method": method, **{k: v for k, v in found.items() if k != "rows"}}}
+
+
+def _gptq_config(notes: Mapping[str, Note]) -> Note:
+    """Rows of one group fit any configuration with groups of their size."""
+    rows = all(note["rows"] for note in notes.values())
+    sizes = {"group_size": -1} if rows else {}
+    return _same({k: {**note, **sizes, "rows": rows} for k, note in notes.items()}, "gptq")
 
 
 def _mlx_config(notes: Mapping[str, Note]) -> Note:
@@ -188,7 +195,7 @@ def _groups_config(notes: Mapping[str, Note]) -> Note:
 
 
 WRITERS: dict[str, tuple[Callable[[Any], tuple[Stored, Note]], Callable[[Mapping[str, Note]], Note]]] = {
-    "gptq": (gptq, functools.partial(_same, method="gptq")),
+    "gptq": (gptq, _gptq_config),
     "mlx": (mlx, _mlx_config),
     "fp8": (fp8, functools.partial(_same, method="fp8")),
     "compressed-tensors": (compressed_tensors, _groups_config),

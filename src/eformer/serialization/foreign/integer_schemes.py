@@ -56,11 +56,13 @@ def _fits_gptq(parts: Parts) -> bool:
 
 def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     codes, zeros, (groups, out) = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape
-    bits = next((b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32)), None)
-    stated = bits if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
-    if bits is None or stated not in (None, bits) or codes.shape[0] * 32 % bits:
+    stated = None if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
+    fitting = [b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
+    fitting = sorted(fitting, key=lambda b: (b != stated, out * b % 32 != 0))
+    if not fitting or stated not in (None, fitting[0]):
         what = f"is {text_of(zeros)} for {out} outputs and codes {text_of(codes)}, which fits no number of bits"
         raise wrong(".qzeros", f"{what} in {_GPTQ_BITS}; the quantization config says bits={stated}.")
+    bits = fitting[0]
     size = codes.shape[0] * 32 // bits
     group = group_size(config.get("group_size"), size, groups, ".scales")
     order = row_order(parts, ".g_idx", size, group or size, groups, read)
