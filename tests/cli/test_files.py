@@ -160,7 +160,7 @@ def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("report dense.safetensors --against other.safetensors", 1, "none of the tensors of the report"),
         ("report dense.safetensors --against shaped.safetensors", 1, "another model: 'embedding' has the shape (2, 2)"),
         ("quantize dense.safetensors dense.safetensors", 1, "is the source too"),
-        ("quantize dense.safetensors out --format int3", 2, "int3"),
+        ("quantize dense.safetensors out --format int7", 2, "int7"),
         ("quantize dense.safetensors out --rule int8", 2, "not of the form PATTERN=FORMAT"),
         ("quantize dense.safetensors out --rule re:(=int8", 2, "not a regular expression"),
         ("quantize dense.safetensors out --rules broken.gguf", 2, "is not JSON"),
