@@ -10,7 +10,7 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t abi_version = 1;
+constexpr int64_t abi_version = 2;
 
 // The scratch memory of a call is the one thing that can run out; the C API of the FFI must not see an exception.
 template <class Call>

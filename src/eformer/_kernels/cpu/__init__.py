@@ -17,7 +17,7 @@ LIBRARY = library_of(
     "cpu",
     compiler="C++ compiler",
     package=__name__,
-    abi=1,
+    abi=2,
     targets={
         "qmatmul": "EformerQmatmul",
         "ragged": "EformerRagged",
