@@ -53,6 +53,11 @@ test-default: $(VENV)/dev.stamp
 rest-default: $(VENV)/dev.stamp
 	$(VENV)/bin/python $(PYTEST) -m thorough
 
+# Random programs, other ones each day, for half an hour (or FUZZ_SECONDS=...).
+.PHONY: nightly
+nightly: $(VENV)/dev.stamp
+	EFORMER_FUZZ_SECONDS=$(or $(FUZZ_SECONDS),1800) $(VENV)/bin/python -m pytest -n 0 tests/formats/test_generated.py
+
 prepare-newest: $(if $(NEWEST_PYTHON),$(NEWEST_VENV)/test.stamp)
 
 test-newest rest-newest:
