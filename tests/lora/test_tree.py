@@ -90,6 +90,8 @@ def test_rules_ranks_and_groups():
             add_lora(params, "*", 2, KEY, alpha=alpha)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="key="):
         add_lora(params, "*", 2)
+    with pytest.raises(TypeError, match=r"rules=4 is not allowed; .* rank=\."):
+        add_lora(params, 4, key=KEY)  # pyright: ignore[reportArgumentType]
 
 
 def test_split_and_merge():

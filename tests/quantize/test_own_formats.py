@@ -38,7 +38,9 @@ def tree(key: jax.Array) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "rules", [{"*": Rounded.quantize}, {"*": Rounded}, Rounded, lambda w: Rounded.quantize(w)], ids=str
+    "rules",
+    [{"*": Rounded.quantize}, {"*": Rounded}, Rounded, lambda w: Rounded.quantize(w)],
+    ids=["method", "class", "alone", "function"],
 )
 def test_in_rules(rules, key: jax.Array):
     dense = tree(key)

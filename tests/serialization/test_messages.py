@@ -22,7 +22,11 @@ from .trees import assert_same
 def test_targets_no_file_can_have(tmp_path: Path):
     tree = {"w": jnp.ones((64, 4))}
     source = files.save(tmp_path / "in.safetensors", tree)
-    for target, message in ((tmp_path, "is a folder. Name a file in it"), (tmp_path / "a" / "b", "there is no folder")):
+    for target, message in (
+        (tmp_path, "is a folder. Name a file in it"),
+        (tmp_path / "a" / "b", "there is no folder"),
+        (tmp_path / "m.pt", "by its suffix .pt; .* Name it m.safetensors"),
+    ):
         for write in (
             lambda t: files.save(t, tree),
             lambda t: files.save(t, tree, max_shard_size=100),

@@ -90,6 +90,8 @@ def add_lora(
 
 
 def _ranks(rules: Ranks, rank: int) -> dict[Rule, int | None]:
+    if not isinstance(rules, (str, Iterable)):
+        raise TypeError(f"rules={rules!r} is not allowed; give patterns, or pattern -> rank. A rank for all is rank=.")
     pairs = [(rules, rank)] if isinstance(rules, str) else rules.items() if isinstance(rules, Mapping) else None
     ranks = {Rule(p, None): r for p, r in (pairs if pairs is not None else ((p, rank) for p in rules))}
     wrong = [r for r in ranks.values() if r is not None and (not isinstance(r, int) or isinstance(r, bool) or r < 1)]

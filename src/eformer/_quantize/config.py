@@ -195,7 +195,7 @@ class QuantizationConfig:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         for name in ("block_size", "scaled", "double_quant", "symmetric"):
             if name not in self.format.options and getattr(self, name) != _default(name):
-                takers = " and ".join(f'"{kind}"' for kind, row in FORMATS.items() if name in row.options)
+                takers = ", ".join(f'"{kind}"' for kind, row in FORMATS.items() if name in row.options)
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no meaning for '{self.dtype}': it is an option of {takers}. "
                     "Leave it out, or choose such a format."
@@ -270,7 +270,8 @@ def quantize(
         array: what to quantize; its sharding is kept.
         config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
             they contradict it.
-        dtype: the format, by default NF4.
+        dtype: the format, by default NF4: "nf4", "int8", "ternary", "binary", "int2" to "int6", "fp8", "fp8_e5m2",
+            "mxfp4", "mxfp8", "mxfp8_e5m2", "nvfp4" or "iq4_nl".
         block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
             INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients instead.

@@ -39,7 +39,7 @@ def notes_of(opened: GgufFile | LazyCheckpoint) -> dict[str, Any]:
         raise CheckpointError(
             "does not say what model and tokenizer it belongs to.",
             file=opened.path,
-            fix="Make it from a GGUF file with `eformer quantize`.",
+            fix="Quantize the folder that holds its config.json and tokenizer, or a GGUF file, and run what comes out.",
         ) from err
 
 

@@ -17,6 +17,7 @@ from ..safetensors.header import about
 from ..safetensors.writing import atomic_file, sync_folder, write_file
 from ..tree.describe import KEY, DescribedTree, Leaf, describe_tree, dumped, host, leaves_metadata, tree_metadata
 from .index import SUFFIX, Whole, index_path, read_index
+from .torch_file import SUFFIXES
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -69,6 +70,9 @@ def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 def check_target(path: Path) -> None:
     """Refuse a path no file can have, before any work is done."""
+    if path.suffix in (*SUFFIXES, ".gguf"):
+        what = f"would be read as a file of another kind, by its suffix {path.suffix}; what is written is safetensors."
+        raise CheckpointError(what, file=path, fix=f"Name it {path.with_suffix(SUFFIX).name}.")
     if path.is_dir():
         raise CheckpointError("is a folder.", file=path, fix=f"Name a file in it, such as {path / f'model{SUFFIX}'}.")
     if not path.parent.is_dir():

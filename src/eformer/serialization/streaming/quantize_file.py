@@ -195,7 +195,8 @@ def quantize_file(
         source: a safetensors file, an index of several, a folder that holds one of them, or a GGUF file (decoded).
         target: the file to write.
         rules: as for `quantize_tree`: ordered `pattern -> format, configuration or None`, or one format for everything.
-            The first pattern that matches the name of a leaf decides. The report lists rules that decided nothing.
+            The first pattern that matches the name of a leaf decides. Rules that decide nothing are warned of, and
+            listed in the report.
         default: for leaves that no rule matches; None keeps them.
         min_size: matrices with fewer values stay as they are, whatever rules say.
         skip: groups that stay as they are, whatever rules say, as for `quantize_tree`.
@@ -207,6 +208,7 @@ def quantize_file(
     """
     opened = open_source(source)
     planned = plan_source(opened, rules, default=default, min_size=min_size, skip=skip, axis=axis)
+    planned.warn()
     return write_quantized(opened, planned, target, max_shard_size=max_shard_size, metadata=metadata, progress=progress)
 
 
