@@ -56,5 +56,5 @@ def test_available(monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_kernel_available()  # there is one, even if it is not used here
     monkeypatch.setenv("EFORMER_KERNELS", "0")
     assert not is_kernel_available()
-    with pytest.raises(ValueError, match="int4"):
-        is_kernel_available("int4")
+    with pytest.raises(ValueError, match="int7"):
+        is_kernel_available("int7")
