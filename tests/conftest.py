@@ -61,9 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _share_cases(items: list[pytest.Item]) -> None:
-    """Mark half of the cases of a test that has four or more as thorough: the other half on the oldest JAX.
+    """Mark cases of a test that has many as thorough: half of four or five, two thirds of more.
 
-    So `make test` runs every test on each JAX it runs it on, and `make test-all` every case. Without `-m` all run.
+    On newer releases of JAX others are left than on the oldest. So `make test` runs every test on each JAX it runs it
+    on, and `make test-all` every case. Without `-m` all run.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -71,7 +72,8 @@ def _share_cases(items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()), reverse=jax.__version__.startswith("0.10."))
-        for item in cases[(len(cases) + 1) // 2 :] if len(cases) >= 4 else ():
+        parts = 1 if len(cases) < 4 else 2 if len(cases) < 6 else 3
+        for item in cases[-(-len(cases) // parts) :]:
             item.add_marker(pytest.mark.thorough)
 
 

@@ -48,6 +48,7 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.thorough
 def test_tables(rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: real(name) if rich or name != "rich" else None)

@@ -11,6 +11,7 @@ import pytest
 from demo import compare
 
 
+@pytest.mark.thorough
 def test_rows_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = importlib.util.find_spec("matplotlib") is not None
     out = ["--out", str(tmp_path / "formats.svg")] if drawn else []

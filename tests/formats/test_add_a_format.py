@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "add_a_format.py"
 
@@ -112,6 +114,7 @@ def test_the_document_uses_public_names_and_is_short() -> None:
     assert not re.search(r"eformer\._|ef\._|self\._", source)
 
 
+@pytest.mark.thorough
 def test_a_format_of_a_package_elsewhere(tmp_path: Path) -> None:
     package = tmp_path / "somebody_s_formats"
     package.mkdir()

@@ -41,6 +41,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
             np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_a_process_that_died(tmp_path: Path) -> None:
     survivor, dead = launch("killed", tmp_path)
     assert "exit code 3" in dead
@@ -49,6 +50,7 @@ def test_a_process_that_died(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("killed*.index.json"))
 
 
+@pytest.mark.thorough
 def test_a_process_that_never_came(tmp_path: Path) -> None:
     (output,) = launch("missing", tmp_path, started=1)
     assert "finished" not in output
@@ -56,6 +58,7 @@ def test_a_process_that_never_came(tmp_path: Path) -> None:
     assert "DEADLINE_EXCEEDED" in output or "timed out" in output.lower(), output
 
 
+@pytest.mark.thorough
 def test_a_process_that_hangs_is_told_from_a_slow_one() -> None:
     idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
