@@ -85,7 +85,7 @@ def test_the_demonstration_is_not_in_the_package(capsys: pytest.CaptureFixture[s
         (["generate", "plain.safetensors"], 1, "does not say what model"),
         (["bench", "--size", "big"], 2, "not of the form"),
         (["bench", "--rows", "one"], 2, "not a list of numbers"),
-        (["bench", "--formats", "int3"], 2, "'int3'"),
+        (["bench", "--formats", "int7"], 2, "'int7'"),
         (["bench", "--rounds", "0"], 2, "must be 1 or more"),
     ],
 )
