@@ -35,7 +35,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The same few examples in every run; `make test-all` sets the variable and tries more, other ones each time.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("thorough" if os.environ.get("EFORMER_TEST_THOROUGH") else "quick")
 
 

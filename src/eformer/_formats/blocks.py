@@ -90,10 +90,12 @@ def pairs_last(x: jax.Array, at: int) -> jax.Array:
 
     XLA on the CPU would fuse a cheap producer into the transpose and then walk the *input* with a stride of a whole
     row for each byte (4096×4096: 250 ms instead of 20). It does not fuse across a loop, and a loop over the pair is
-    free: that axis is inside a group and so never sharded.
+    free: that axis is inside a group, so only a mesh whose axes are part of types can say how it is split.
     """
     if x.ndim == at + 2:
         return x
+    if avals.explicit_sharding_of(x) is not None:
+        return group_last(x, at, 1)
     init = jnp.zeros_like(group_last(x, at, 1))
 
     def move(i: jax.Array, out: jax.Array) -> jax.Array:
