@@ -112,6 +112,7 @@ BUILTIN = {
     "HandlerResultWarning": UserWarning,
     "KernelFallbackWarning": UserWarning,
     "UnusedRuleWarning": UserWarning,
+    "CalibrationWarning": UserWarning,
     "UninitializedAval": Exception,
     "InvalidImplicitArrayError": TypeError,
     "AvalMismatchError": ValueError,
@@ -125,6 +126,7 @@ BUILTIN = {
     "ShardingError": ValueError,
     "ProcessError": RuntimeError,
     "CheckpointError": ValueError,
+    "CalibrationError": ValueError,
     "CommandError": Exception,
     "CommandUsageError": errors.CommandError,
 }

@@ -45,7 +45,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("eformer._formats",),
     ("eformer._quantize", "eformer._lora"),
     ("eformer.jaximus", "eformer.ops"),
-    ("eformer.serialization", "eformer.integrations"),
+    ("eformer.serialization", "eformer.integrations", "eformer._calibrate"),
     ("eformer.models",),
     ("eformer.cli",),
     ("=eformer", "=eformer.__main__"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from eformer import serialization as serialization
     from eformer._formats.base import Part as Part
     from eformer._formats.base import QuantizedArray as QuantizedArray
+    from eformer._quantize.statistics import Statistics as Statistics
     from eformer.jaximus import Explanation as Explanation
     from eformer.jaximus import ImplicitArray as ImplicitArray
     from eformer.jaximus import aux_field as aux_field
@@ -73,6 +74,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "eformer": "errors integrations jaximus models ops serialization",
     "eformer._formats.base": "Part QuantizedArray",
+    "eformer._quantize.statistics": "Statistics",
     "eformer.jaximus": (
         "Explanation ImplicitArray aux_field explain implicit materialization_policy materialize register ste"
     ),

@@ -42,6 +42,10 @@ class UnusedRuleWarning(EformerWarning, UserWarning):
     """A rule for the leaves of a model matched nothing, or another rule decided everything it matched."""
 
 
+class CalibrationWarning(EformerWarning, UserWarning):
+    """Statistics are missing or too few for what they are meant for."""
+
+
 class UninitializedAval(EformerError):
     """`shape` or `dtype` was read before it could be known."""
 
@@ -105,6 +109,10 @@ class CheckpointError(EformerError, ValueError):
             where.append(f"tensor {tensor[:200]!r}{cut}")
         super().__init__(": ".join([*where, f"{what} {fix}".rstrip()]))
         self.file, self.tensor, self.what, self.fix = file, tensor, what, fix
+
+
+class CalibrationError(EformerError, ValueError):
+    """Statistics of a model cannot be taken, read or used. The message names the leaf where there is one."""
 
 
 class CommandError(EformerError):
