@@ -15,16 +15,17 @@ from jax import lax
 from eformer._jax.avals import vary, varying_axes
 
 from . import cpu, cuda, tpu
-from .formats import with_batch_of
 from .group_tiles import cut, joined
-from .matmul import PRODUCT, on_floats, product_sharded_like
+from .matmul import PRODUCT, on_floats, product_sharded_like, with_scales
 from .operation import Operation, one_after_another
 from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
 from .partition import split_groups
 from .select import Candidate, anything
 
 
-def qragged_dot(x: Any, codes: Any, scale: Any, group_sizes: Any, **options: Unpack[Options]) -> jax.Array:
+def qragged_dot(
+    x: Any, codes: Any, scale: Any, group_sizes: Any, *, x_scale: Any = None, **options: Unpack[Options]
+) -> jax.Array:
     """Consecutive groups of rows of x (M, K), each times its own matrix: codes (G, R, ...), group_sizes (G,).
 
     The quantized counterpart of `jax.lax.ragged_dot`, with the options of `qmatmul`. Rows after the last group are
@@ -35,13 +36,13 @@ def qragged_dot(x: Any, codes: Any, scale: Any, group_sizes: Any, **options: Unp
     >>> qragged_dot(x, codes, scale, jnp.array([2, 0, 1]), fmt="int8", form="dot", cols=1)[:, 0]
     Array([1., 1., 3., 0.], dtype=float32)
     """
-    x, codes, scale, sizes = as_operands(x, codes, scale, group_sizes)
+    x, codes, scale, sizes, x_scale = as_operands(x, codes, scale, group_sizes, x_scale)
     parameters = parameters_of(x, codes, scale, **options)
     _check_groups(parameters, x, codes, sizes)
-    scale = with_batch_of(codes, scale, parameters.fmt)
+    scale, x_scale = with_scales(parameters, x, codes, scale, x_scale)
     if 0 in (codes.shape[0], x.shape[0]):
         return jnp.zeros(*_result(parameters, x, codes)[0])
-    return on_floats(parameters, x, lambda p, x: GROUPED_PRODUCT.bind(p, x, codes, sizes, scale))
+    return on_floats(parameters, x, lambda p, x: GROUPED_PRODUCT.bind(p, x, codes, sizes, scale, *x_scale))
 
 
 def _check_groups(parameters: Parameters, x: Any, codes: Any, group_sizes: Any) -> None:
@@ -63,7 +64,9 @@ def _result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
     return [((x.shape[0], codes.shape[1] if parameters.form == "dot" else parameters.cols), parameters.out_dtype)]
 
 
-def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None) -> jax.Array:
+def _tiled(
+    problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None, x_scale: Any = None
+) -> jax.Array:
     """The product in plain JAX, one tile of one expert at a time."""
     parameters = problem.parameters
     m, groups = x.shape[0], codes.shape[0]
@@ -71,18 +74,18 @@ def _tiled(problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, s
     ((shape, dtype),) = _result(parameters, x, codes)
 
     def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
-        values, group, used = tile
+        values, group, used, *scales = tile
         part = None if scale is None else scale[group]
         # Inside shard_map both branches must vary over the same axes.
         axes = frozenset[str]().union(*map(varying_axes, (values, group, codes)))
         return None, lax.cond(
             used,
-            lambda: PRODUCT.bind(parameters, values, codes[group], part, announced=True),
+            lambda: PRODUCT.bind(parameters, values, codes[group], part, *scales, announced=True),
             lambda: vary(jnp.zeros((values.shape[0], shape[1]), dtype), axes),
         )
 
-    rows = x.at[tiles.rows].get(mode="fill", fill_value=0)
-    return joined(tiles, lax.scan(step, None, (rows, tiles.group, tiles.rows[:, 0] < m))[1])
+    rows, *scales = (o.at[tiles.rows].get(mode="fill", fill_value=0) for o in (x, x_scale) if o is not None)
+    return joined(tiles, lax.scan(step, None, (rows, tiles.group, tiles.rows[:, 0] < m, *scales))[1])
 
 
 GROUPED_PRODUCT = Operation(
@@ -95,6 +98,7 @@ GROUPED_PRODUCT = Operation(
         Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
         Candidate("xla", "xla", anything, _tiled),
+        Candidate("xla", "xla", anything, _tiled, rounds_x=True),
     ),
     batch=one_after_another,  # groups of different programs do not line up
     split=split_groups,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import cpu, cuda, tpu, xla
+from . import activations, cpu, cuda, tpu, xla
 from .formats import decode, with_batch_of
 from .operation import Axes, Operation, one_after_another
 from .parameters import (
@@ -34,30 +34,34 @@ from .partition import split_product
 from .select import Candidate, Choice, anything
 
 
-def qmatmul(x: Any, codes: Any, scale: Any, *, out_sharding: Any = None, **options: Unpack[Options]) -> jax.Array:
+def qmatmul(
+    x: Any, codes: Any, scale: Any, *, x_scale: Any = None, out_sharding: Any = None, **options: Unpack[Options]
+) -> jax.Array:
     """x @ D.T (`form="dot"`) or x @ D (`form="axpy"`) for the matrix D of `cols` columns stored in codes and scale.
 
     x is (..., K) for one matrix, (batch..., M, K) when the codes have batch axes. The result has dtype `out_dtype`, by
     default that of x; sums are accumulated in float32 or wider. `out_sharding` is for meshes with explicit axes:
-    without it rows are sharded as those of x, columns as those of D.
+    without it rows are sharded as those of x, columns as those of D. With `activations` rows of x are rounded to 8 bits
+    first, by the scales `x_scale` (...) where those are given: `activations.py` says how.
 
     >>> codes = jnp.array([[1, -2], [3, 4]], jnp.int8)
     >>> qmatmul(jnp.array([1.0, 10.0]), codes, jnp.full((1, 1), 0.5), fmt="int8", form="dot", cols=2)
     Array([-9.5, 21.5], dtype=float32)
     """
-    x, codes, scale = as_operands(x, codes, scale)
+    x, codes, scale, x_scale = as_operands(x, codes, scale, x_scale)
     if options.get("out_dtype") is None:
         options["out_dtype"] = result_dtype(x)  # depends on settings of JAX, so it is part of what is remembered
     if isinstance(precision := options.get("precision"), list):
         options["precision"] = tuple(precision)
     x_type, codes_type, scale_type = (None if o is None else jax.typeof(o) for o in (x, codes, scale))
     parameters = _checked(x_type, codes_type, scale_type, tuple(options.items()))
-    scale = with_batch_of(codes, scale, parameters.fmt)
+    scale, x_scale = with_scales(parameters, x, codes, scale, x_scale)
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
         if x.ndim > 1:  # axes of rows stay apart, so that each may be split over devices
-            return PRODUCT.bind(parameters, x, codes, scale, out=out_sharding)
-        y = PRODUCT.bind(parameters, x.reshape(1, -1), codes, scale).reshape(-1)
+            return PRODUCT.bind(parameters, x, codes, scale, *x_scale, out=out_sharding)
+        one = [s.reshape(1) for s in x_scale]
+        y = PRODUCT.bind(parameters, x.reshape(1, -1), codes, scale, *one).reshape(-1)
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
     return on_floats(parameters, x, product)
@@ -69,6 +73,20 @@ def _checked(x: Any, codes: Any, scale: Any, options: tuple[tuple[str, Any], ...
     parameters = parameters_of(x, codes, scale, **dict(options))
     check_x(parameters, x, codes)
     return parameters
+
+
+def with_scales(parameters: Parameters, x: Any, codes: Any, scale: Any, x_scale: Any) -> tuple[Any, list[Any]]:
+    """The scale with the batch axes of the codes, and that of x, if any. Products that round x have a scale always."""
+    if x_scale is not None:
+        if parameters.activations is None or x_scale.shape != x.shape[:-1]:
+            raise ValueError(
+                f"x_scale of shape {list(x_scale.shape)} was given for {parameters.activations=} and x of shape "
+                f"{list(x.shape)}: it has one number per row, {list(x.shape[:-1])}, and needs activations."
+            )
+        x_scale = x_scale.astype(activations.wide(x.dtype))
+    if scale is None and (parameters.activations or parameters.backward):
+        scale = jnp.ones((1, 1), jnp.float32)
+    return with_batch_of(codes, scale, parameters.fmt), [] if x_scale is None else [x_scale]
 
 
 def on_floats(parameters: Parameters, x: jax.Array, product: Callable[[Parameters, jax.Array], jax.Array]) -> jax.Array:
@@ -93,36 +111,60 @@ def product_sharded_like(parameters: Parameters, x: Any, codes: Any, *rest: Any)
 
 
 def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
-    if dims[1] is None and any(d is not None for d in dims[2:]):
+    if dims[1] is None and any(d is not None for d in dims[2:3]):
         # Only the scale (and perhaps x) is mapped: a loop, because repeating the codes would multiply their memory.
         return one_after_another(bind, parameters, operands, dims)
-    x, codes, *scale = (o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True))
+    size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
+
+    def spread(i: int) -> None:
+        if i < len(moved) and dims[i] is None:
+            moved[i] = jnp.broadcast_to(moved[i], (size, *moved[i].shape))
+
     if dims[1] is None:
-        has_batch = codes.ndim > parameters.format.core_ndim
-        return _fold_into_rows(bind, x, codes, *scale) if has_batch else (bind(x, codes, *scale), 0)
-    size = codes.shape[0]
-    if dims[0] is None:
-        x = jnp.broadcast_to(x, (size, *x.shape))
-    if scale and dims[2] is None:
-        scale = [jnp.broadcast_to(scale[0], (size, *scale[0].shape))]
+        if len(moved) > 3:  # x and its scale are mapped together
+            spread(0)
+            spread(3)
+        has_batch = moved[1].ndim > parameters.format.core_ndim
+        return _fold_into_rows(bind, *moved) if has_batch else (bind(*moved), 0)
+    for i in (0, 2, 3):
+        spread(i)
+    x, codes, *rest = moved
     batch = codes.ndim - parameters.format.core_ndim
-    flat = x.reshape(*x.shape[:batch], math.prod(x.shape[batch:-1]), x.shape[-1])  # matrices have one axis of rows
-    return bind(flat, codes, *scale).reshape(out_shape(parameters, x, codes)), 0
+    rows = (*x.shape[:batch], math.prod(x.shape[batch:-1]))  # matrices have one axis of rows
+    rest[1:] = [s.reshape(rows) for s in rest[1:]]
+    return bind(x.reshape(*rows, x.shape[-1]), codes, *rest).reshape(out_shape(parameters, x, codes)), 0
 
 
-def _fold_into_rows(bind: Any, x: jax.Array, *rest: Any) -> tuple[jax.Array, int]:
+def _fold_into_rows(bind: Any, x: jax.Array, codes: Any, *rest: Any) -> tuple[jax.Array, int]:
     """Only x is mapped: its new axis becomes part of M. (b, batch..., M, K) -> (batch..., b * M, K) and back."""
     m_axis = x.ndim - 2
-    moved = jnp.moveaxis(x, 0, m_axis - 1)
-    size, m = moved.shape[m_axis - 1 : m_axis + 1]
-    y = bind(moved.reshape(*moved.shape[: m_axis - 1], size * m, moved.shape[-1]), *rest)
+    size, m = x.shape[0], x.shape[m_axis]
+
+    def folded(array: jax.Array) -> jax.Array:
+        moved = jnp.moveaxis(array, 0, m_axis - 1)
+        return moved.reshape(*moved.shape[: m_axis - 1], size * m, *moved.shape[m_axis + 1 :])
+
+    y = bind(folded(x), codes, *rest[:1], *map(folded, rest[1:]))
     return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
 
 
-def _in_one_axis_of_rows(run: Any, problem: Problem, x: jax.Array, *rest: Any) -> jax.Array:
-    flat = x.reshape(*problem.batch, problem.m, x.shape[-1])
-    y = run(problem, flat, *rest)
+def _in_one_axis_of_rows(run: Any, problem: Problem, x: jax.Array, codes: Any, *rest: Any) -> jax.Array:
+    rows = (*problem.batch, problem.m)
+    y = run(problem, x.reshape(*rows, x.shape[-1]), codes, *rest[:1], *(s.reshape(rows) for s in rest[1:]))
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _fold_scale(parameters: Parameters, ct: jax.Array, codes: Any, scale: Any = None) -> tuple[Any, ...]:
+    """The gradient that is rounded is that of the sums of codes: it is multiplied with the scale of each first."""
+    contracted = -1 if parameters.form == "dot" else -2
+    if parameters.activations is None or parameters.format.blocked or scale.shape[contracted] == 1:
+        return ct, codes, scale
+    if scale.shape[-3 - contracted] != 1:
+        return ct, codes, scale
+    batch, wide = scale.shape[:-2], activations.wide(ct.dtype)
+    factor = jnp.expand_dims(scale.reshape(*batch, -1).astype(wide), range(len(batch), ct.ndim - 1))
+    return ct.astype(wide) * factor, codes, jnp.ones((*batch, 1, 1), wide)
 
 
 def _one_matrix_at_a_time(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -155,6 +197,10 @@ def reference(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array
     return y.astype(problem.out_dtype)
 
 
+def _rounding_x(problem: Problem, *operands: Any) -> jax.Array:
+    return activations.qmatmul(PRODUCT.compute, problem, *operands)
+
+
 # Up to this many values both paths in JAX take about as long, and the reference compiles faster.
 TINY = 1 << 14
 
@@ -181,9 +227,12 @@ PRODUCT = Operation(
         ),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(xla.qmatmul)),
         Candidate("reference", "reference", anything, reference),
+        Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
+        Candidate("reference", "reference", anything, activations.reference, rounds_x=True),
     ),
     batch=_batch,
     split=split_product,
     sharded_like=product_sharded_like,
     arrange=_in_one_axis_of_rows,
+    fold=_fold_scale,
 )  # fmt: skip

@@ -44,7 +44,8 @@ class Operation:
     `problem` what `candidates` choose by, `batch` the rule of vmap. `arrange` brings operands to the shape candidates
     take, and the result back. `split` computes a part of a program that XLA cuts up for several devices. `sharded_like`
     gives, for every axis of the result, where its explicit sharding comes from. `derivative` is "linear" (in the first
-    operand; the transpose is the other form), "refused", or a rule of its own.
+    operand; the transpose is the other form), "refused", or a rule of its own. A product that rounds its first operand
+    has the derivative of the one that does not; `fold` prepares the transpose of one whose gradient is rounded.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Operation:
     sharded_like: Callable[..., Axes] = lambda parameters, *operands: ()
     arrange: Callable[..., Any] = lambda run, problem, *operands: run(problem, *operands)
     derivative: str | Callable[..., tuple[Any, Any]] = "linear"
+    fold: Callable[..., Any] = lambda parameters, ct, *others: (ct, *others)
     multiple_results: bool = False
 
     def __post_init__(self) -> None:
@@ -110,13 +112,15 @@ class Operation:
         y = self.bind(parameters, *primals, announced=True)
         if not first or isinstance(tangents[0], ad.Zero):
             return y, ad.Zero(jax.typeof(y).to_tangent_aval())
-        return y, self.bind(parameters, tangents[0], *primals[1:], announced=True)
+        others = primals[1 : len(self.operands)]  # without the scale of x
+        return y, self.bind(parameters.linear(), tangents[0], *others, announced=True)
 
     def _transpose(self, ct: Any, x: Any, *others: Any, parameters: Parameters) -> list[Any]:
         nothing = [None] * len(others)
         if isinstance(ct, ad.Zero):
             return [ad.Zero(x.aval), *nothing]
-        return [self.bind(parameters.transposed(x.aval.dtype), ct, *others), *nothing]
+        transposed = parameters.transposed(x.aval.dtype)
+        return [self.bind(transposed, *self.fold(transposed, ct, *others)), *nothing]
 
     def _batched(self, operands: Any, dims: Any, *, parameters: Parameters) -> tuple[Any, Any]:
         return self.batch(functools.partial(self.bind, parameters, announced=True), parameters, operands, dims)

@@ -20,6 +20,7 @@ from .formats import FORMATS, Format, check_storage, one_of
 
 FORMS = ("dot", "axpy")
 PREFERENCES = ("auto", "native", "xla", "reference")
+ACTIVATIONS = {"int8": 127, "fp8": 448}  # what x may be rounded to, and the code of the largest value of a row
 
 
 class Options(TypedDict, total=False):
@@ -32,13 +33,16 @@ class Options(TypedDict, total=False):
     out_dtype: Any
     precision: Any
     preference: str
+    activations: str | None
+    backward: str | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """The static parameters of a primitive. Hashable; shapes come from the operands.
 
-    `form` is "dot" or "axpy" for products, else the name of what is done: "lookup", "encode".
+    `form` is "dot" or "axpy" for products, else the name of what is done: "lookup", "encode". `activations` says what x
+    is rounded to before a product, `backward` what the gradient of its result is rounded to (see `activations.py`).
     """
 
     fmt: str
@@ -48,6 +52,8 @@ class Parameters:
     out_dtype: np.dtype
     precision: Any = None
     preference: str = "auto"
+    activations: str | None = None
+    backward: str | None = None
 
     @property
     def format(self) -> Format:
@@ -57,10 +63,14 @@ class Parameters:
         """The fields that parameters and problems have in common."""
         return {name: getattr(self, name) for name in _COMMON}
 
+    def linear(self) -> Parameters:
+        """The product that is the derivative of this one: straight through the rounding of x."""
+        return self if self.activations is None else dataclasses.replace(self, activations=None)
+
     def transposed(self, dtype: Any) -> Parameters:
         """The product that is the gradient of this one with respect to x."""
         form = "axpy" if self.form == "dot" else "dot"
-        return dataclasses.replace(self, form=form, out_dtype=np.dtype(dtype))
+        return dataclasses.replace(self, form=form, out_dtype=np.dtype(dtype), activations=self.backward, backward=None)
 
 
 _F32 = np.dtype(np.float32)
@@ -84,7 +94,8 @@ class Problem(Parameters):
 
     def __str__(self) -> str:
         stack = "".join(f"{n} × " for n in self.batch)
-        return f"{self.m} rows of {self.x_dtype} with {self.fmt} {stack}{self.rows} × {self.cols}, {self.form}"
+        x = self.x_dtype if self.activations is None else f"{self.x_dtype} rounded to {self.activations}"
+        return f"{self.m} rows of {x} with {self.fmt} {stack}{self.rows} × {self.cols}, {self.form}"
 
     @property
     def parameters(self) -> Parameters:
@@ -105,6 +116,12 @@ class Problem(Parameters):
         """Is there a factor for every value? One for rows or for columns can be kept out of the decoded matrix."""
         return not self.format.blocked and self.scale_shape is not None and 1 not in self.scale_shape
 
+    @property
+    def scales_results_only(self) -> bool:
+        """Is a factor common to all that is summed up, so that codes are multiplied and the sum is scaled?"""
+        contracted = 1 if self.form == "dot" else 0
+        return not self.format.blocked and (self.scale_shape is None or self.scale_shape[contracted] == 1)
+
     def has_at_most(self, rows: int) -> bool:
         """Has x so few rows? Not where their number is a symbol, in a program exported for any of them."""
         return isinstance(self.m, int) and self.m <= rows
@@ -113,8 +130,11 @@ class Problem(Parameters):
         return dataclasses.replace(self, **changes)
 
 
-def problem_of(parameters: Parameters, platform: str, x: Any, codes: Any, scale: Any = None) -> Problem:
+def problem_of(
+    parameters: Parameters, platform: str, x: Any, codes: Any, scale: Any = None, x_scale: Any = None
+) -> Problem:
     """The product of these operands (arrays or types)."""
+    del x_scale
     batch = parameters.format.batch_of(codes)
     return Problem(
         **parameters.common(),
@@ -145,15 +165,19 @@ def parameters_of(
     out_dtype: Any = None,
     precision: Any = None,
     preference: str = "auto",
+    activations: str | None = None,
+    backward: str | None = None,
 ) -> Parameters:
     """Check the options of a product against the storage. The result has the dtype of x unless `out_dtype` is given."""
     one_of("fmt", fmt, FORMATS)
     one_of("form", form, FORMS)
     one_of("preference", preference, PREFERENCES)
+    one_of("activations", activations, (None, *ACTIVATIONS))
+    one_of("backward", backward, (None, *ACTIVATIONS))
     block = check_storage(fmt, codes, scale, cols, block)
     out_dtype = result_dtype(x) if out_dtype is None else out_dtype
     precision = tuple(precision) if isinstance(precision, list) else precision
-    return Parameters(fmt, form, cols, block, np.dtype(out_dtype), precision, preference)
+    return Parameters(fmt, form, cols, block, np.dtype(out_dtype), precision, preference, activations, backward)
 
 
 def result_dtype(x: Any) -> Any:
@@ -174,6 +198,11 @@ def out_shape(parameters: Parameters, x: Any, codes: Any) -> tuple[int, ...]:
 def check_x(parameters: Parameters, x: Any, codes: Any) -> None:
     if not (jnp.issubdtype(x.dtype, jnp.inexact) or jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool):
         raise TypeError(f"x must be numeric, got {x.dtype}.")
+    if parameters.activations is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"x is {x.dtype}, and activations={parameters.activations!r} rounds rows of floating values; convert x "
+            "with astype, or multiply with a weight that was quantized without `activations`."
+        )
     batch = parameters.format.batch_of(codes)
     rows = codes.shape[len(batch)]
     want = parameters.cols if parameters.form == "dot" else rows

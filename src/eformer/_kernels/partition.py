@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from .activations import largest_magnitude, row_scale
 from .parameters import Problem, problem_of
 
 Axes = tuple[str, ...]
@@ -164,15 +165,16 @@ def _axes(shaped: Any) -> list[Axes]:
 
 def split_product(operation: Any, problem: Problem, x: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
     whole, x, scale = _in_whole_groups(problem, x, codes, scale)
-    y = _product(operation, whole, tuple(x.shape[len(problem.batch) : -1]))(x, codes, *scale)
+    y = _product(operation, whole, tuple(x.shape[len(problem.batch) : -1]), len(scale) > 1)(x, codes, *scale)
     return _cut(y, problem, whole)
 
 
 @functools.lru_cache(maxsize=512)
-def _product(operation: Any, problem: Problem, rows: tuple[int, ...]) -> Any:
-    rule = _product_rule(problem, _named("b", problem.batch), _named("m", rows))
+def _product(operation: Any, problem: Problem, rows: tuple[int, ...], x_scaled: bool) -> Any:
+    rule = _product_rule(problem, _named("b", problem.batch), _named("m", rows), x_scaled)
 
     def local(plan: Plan, x: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
+        scale = (*scale, *_scales_of_split_rows(problem, rule, plan, x, x_scaled))
         return operation.compute(_local_problem(problem, rule, plan, x, codes, *scale), x, codes, *scale)
 
     return splittable(rule, functools.partial(operation.compute, problem), local, problem.out_dtype)
@@ -182,26 +184,37 @@ def split_groups(
     operation: Any, problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, *scale: jax.Array
 ) -> jax.Array:
     whole, x, scale = _in_whole_groups(problem, x, codes, scale)
-    return _cut(_groups(operation, whole)(x, codes, sizes, *scale), problem, whole)
+    return _cut(_groups(operation, whole, len(scale) > 1)(x, codes, sizes, *scale), problem, whole)
 
 
 @functools.lru_cache(maxsize=512)
-def _groups(operation: Any, problem: Problem) -> Any:
-    plain = _product_rule(problem.replace(batch=()), [], [("m", problem.m)])
+def _groups(operation: Any, problem: Problem, x_scaled: bool) -> Any:
+    plain = _product_rule(problem.replace(batch=()), [], [("m", problem.m)], x_scaled)
     x, codes, *scale = plain.operands
+    x_scale = [scale.pop()] if x_scaled else []
     # Every device needs all group sizes, to know where its rows begin: their axis has a factor of its own.
-    operands = (x, ("g", *codes), ("e",), *(("g", *labels) for labels in scale))
+    operands = (x, ("g", *codes), ("e",), *(("g", *labels) for labels in scale), *x_scale)
     rule = dataclasses.replace(plain, operands=operands, counts=(*plain.counts, ("g", problem.batch[0])))
 
     def local(plan: Plan, x: jax.Array, codes: jax.Array, sizes: jax.Array, *scale: jax.Array) -> jax.Array:
         # By the rule of a plain product: rows of other experts are zeros, and add up exactly.
+        scale = (*scale, *_scales_of_split_rows(problem, plain, plan, x, x_scaled))
         mine = _local_problem(problem, plain, plan, x, codes, *scale)
         sizes, begin = _own_groups(plan, sizes, x.shape[0], codes.shape[0])
         if not plan.get("g"):
             return operation.compute(mine, x, codes, sizes, *scale)
-        return jnp.roll(operation.compute(mine, jnp.roll(x, -begin, 0), codes, sizes, *scale), begin, 0)
+        x, *rolled = (jnp.roll(o, -begin, 0) for o in (x, *scale[1:]))
+        return jnp.roll(operation.compute(mine, x, codes, sizes, *scale[:1], *rolled), begin, 0)
 
     return splittable(rule, functools.partial(operation.compute, problem), local, problem.out_dtype)
+
+
+def _scales_of_split_rows(problem: Problem, rule: Rule, plan: Plan, x: jax.Array, given: bool) -> list[jax.Array]:
+    """Where x is rounded and its rows are split, the scale of a row is that of all its parts."""
+    axes = tuple(axis for name in rule.contracted for axis in plan.get(name, ()))
+    if problem.activations is None or given or not axes:
+        return []
+    return [row_scale(lax.pmax(largest_magnitude(x), axes), problem.activations)]
 
 
 def _own_groups(plan: Plan, sizes: jax.Array, rows: int, experts: int) -> tuple[jax.Array, jax.Array]:
@@ -248,7 +261,7 @@ def _in_whole_groups(problem: Problem, x: Any, codes: jax.Array, scale: tuple[An
     if extra and problem.form == "dot":
         x = pad_last(x, extra)
     if extra and scale and not problem.format.blocked and scale[0].shape[-1] != 1:
-        scale = (pad_last(scale[0], extra),)
+        scale = (pad_last(scale[0], extra), *scale[1:])
     shape = tuple(scale[0].shape[len(problem.batch) :]) if scale else None
     return problem.replace(cols=cols, scale_shape=shape), x, scale
 
@@ -267,12 +280,13 @@ def _local_problem(problem: Problem, rule: Rule, plan: Plan, x: Any, codes: Any,
     return problem_of(here, problem.platform, x, codes, *scale)
 
 
-def _product_rule(problem: Problem, batch: Factors, rows: Factors) -> Rule:
-    """x, codes, scale -> y, all with the batch axes in front, x and y with these axes of rows."""
+def _product_rule(problem: Problem, batch: Factors, rows: Factors, x_scaled: bool) -> Rule:
+    """x, codes, scale (and that of x) -> y, all with the batch axes in front, x and y with these axes of rows."""
     wide, factors, stored, scale = _stored_labels(problem)
     lead, m = (tuple(name for name, _ in named) for named in (batch, rows))
     k, out = (wide, "r") if problem.form == "dot" else ("r", wide)
     operands = ((*lead, *m, k), (*lead, *stored), *((*lead, *labels) for labels in scale))
+    operands += ((*lead, *m),) if x_scaled else ()
     return Rule(operands, (*lead, *m, out), (*batch, *rows, *factors), (1, 0), _group(problem))
 
 

@@ -26,7 +26,7 @@ class Candidate:
     """An implementation: `supports` returns the reason why it cannot take a problem, or None if it can.
 
     `kind` is what a preference names. `run` takes the problem and the operands of the primitive. `why` is what
-    `explain` says when it is chosen.
+    `explain` says when it is chosen. Products that round x have rows of their own, those with `rounds_x`.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Candidate:
     supports: Callable[[Any], str | None]
     run: Callable[..., Any]
     why: str | None = None
+    rounds_x: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,8 @@ def default_platform() -> str:
 
 def choose(candidates: Sequence[Candidate], problem: Problem) -> tuple[Candidate, Choice]:
     """The first candidate that takes the problem, those of the preferred kind being asked first."""
-    ranked = sorted(candidates, key=lambda c: problem.preference not in ("auto", c.kind))
+    fitting = [c for c in candidates if c.rounds_x == (problem.activations is not None)]
+    ranked = sorted(fitting, key=lambda c: problem.preference not in ("auto", c.kind))
     rejected: list[tuple[str, str]] = []
     for candidate in ranked:
         off = refusal(problem.fmt) if candidate.kind == "native" else None

@@ -1,0 +1,157 @@
+"""Products that round x to 8 bits first: what they are, and how plain JAX computes them.
+
+With `activations="int8"` or `"fp8"` a product rounds every row of x to codes c and one scale sx, and multiplies these:
+
+    sx = max(max|x| / L, 2**-126)           L = 127 (int8) or 448 (fp8), of each row, a division rounded correctly
+    c  = round(x / sx), to the nearest, a tie to even: an integer from -127 to 127, or a float8_e4m3fn
+    y  = sum over groups of (sum over the group of c * w) * (sx * sw)
+
+w is what the codes of the weight stand for and sw their scale; a group is what shares one: a block, or all that is
+summed up. Everything is float32 (float64 where x or the result is), and the result is rounded once to `out_dtype`. Sums
+of int8 products are those of integers: exact, in int32 for up to 2**17 of them. A row of zeros gives zeros. A row with
+a NaN or an infinity in it gives a row of NaN and leaves the others alone. Where sx is below 2**-64, sx * sw might be no
+normal number, and the sum is multiplied with sx first. Values of x that are not normal count as zero or as they are.
+
+Such a product is the product of `matmul` and `grouped` with one more parameter and one more operand, so that an
+implementation is a row of their tables (`rounds_x=True`) and gets
+
+    run(problem, x, codes, scale[, x_scale])                    run(problem, x, codes, group_sizes, scale[, x_scale])
+
+    problem   .activations is "int8" or "fp8"; .form, .fmt, .cols, .block, .rows, .m and .batch as for other products
+    x         (batch..., M, K) of any floating type, not yet rounded; grouped (M, K)
+    codes     as `formats` has them, where K is C in the dot form and R in the axpy form:
+                  int8          int8 (R, C): x @ w with w (K, N) as it is stored is the *axpy* form, R = K and C = N;
+                                x @ w.T with w (N, K) the dot form
+                  fp8_e4m3      uint8 (R, C), in either form too; fp8_e5m2 likewise
+                  others        packed along C, in the dot form where K = C is what is packed: int8_block int8
+                                (N, blocks, block), nf4 and int4 uint8 (N, blocks, block/2), ternary uint8 (N, K/4), ...
+    scale     never None (ones of shape (1, 1) where the format needs none), floating, as `formats` has it. Without
+              blocks it is (1 or R, 1 or C); where `problem.scales_results_only` it has size 1 along what is summed up,
+              and one sum of codes is multiplied with sx * sw. Refuse problems where neither this holds nor the dot form
+              of a format in blocks: there scales differ along the sum, and the codes of x are multiplied with decoded
+              values, by the products that do not round x.
+    x_scale   (batch..., M) float32: sx, to be used as it is. NaN gives a row of NaN, and so does a NaN or an infinity
+              in x. It is left out where the implementation finds sx by the definition: always but for static scales,
+              rows that are split over devices, and rows along several axes.
+
+Of a format with a table (nf4, iq4_nl, fp4) the values are the entries as they are: an implementation may take integers
+for them (round(32767 * value), or two bytes) where the result is within 1e-4 of the definition, relative to |c| @ |w|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from eformer._jax.avals import zeros_like_in
+
+from . import xla
+from .formats import decode
+from .parameters import ACTIVATIONS, Problem
+
+# Products of codes whose sum is exact: in float32 (127 * 128 * 2**10 < 2**24), in int32.
+EXACT_FLOATS, EXACT_INTEGERS = 1 << 10, 1 << 17
+SMALL = 2.0**-64  # scales of rows that are multiplied with sums before those of the weight are
+
+
+def wide(dtype: Any) -> Any:
+    """What rows of this dtype are rounded in: float32, or float64 for that."""
+    return dtype if dtype == jnp.float64 else np.dtype(np.float32)
+
+
+def largest_magnitude(x: jax.Array, axes: Any = -1) -> jax.Array:
+    """max|x| of each row, in float32 at least; infinity where a value is none or infinite."""
+    values = jnp.abs(x.astype(wide(x.dtype)))
+    return jnp.max(
+        jnp.where(values < jnp.inf, values, jnp.inf), axis=axes, initial=0
+    )  # XLA may lose a NaN in a maximum
+
+
+def row_scale(largest: jax.Array, activations: str) -> jax.Array:
+    """sx of rows whose largest magnitudes these are; NaN where one is infinite.
+
+    >>> row_scale(jnp.array([254.0, 0.0, jnp.inf]), "int8").tolist()
+    [2.0, 1.1754943508222875e-38, nan]
+    """
+    # By a value XLA cannot fold: it would multiply with the inverse, which is off by one ulp at times.
+    divisor = jnp.where(largest < jnp.inf, ACTIVATIONS[activations], jnp.nan).astype(largest.dtype)
+    return jnp.maximum(largest / divisor, np.finfo(np.float32).tiny.astype(largest.dtype))
+
+
+def rounded(x: jax.Array, x_scale: jax.Array | None, activations: str) -> tuple[jax.Array, jax.Array]:
+    """The codes of x (..., K), int8 or float8_e4m3fn, and the factor (...) of each row; NaN where a row is NaN.
+
+    >>> codes, factor = rounded(jnp.array([[1.0, -254.0], [jnp.nan, 1.0]]), None, "int8")
+    >>> codes[0].tolist(), factor.tolist()
+    ([0, -127], [2.0, nan])
+    """
+    largest = largest_magnitude(x)
+    factor = row_scale(largest, activations) if x_scale is None else x_scale.astype(largest.dtype)
+    factor = jnp.where(largest < jnp.inf, factor, jnp.nan)
+    # XLA would divide by what is the same for a row only once, and multiply with that (see `blocks.quotient`).
+    values, limit = x.astype(largest.dtype), ACTIVATIONS[activations]
+    codes = jnp.clip(values / (factor[..., None] + 0 * values), -limit, limit)
+    if activations == "fp8":
+        return codes.astype(jnp.float8_e4m3fn), factor
+    return jnp.where(jnp.isnan(codes), 0, jnp.round(codes)).astype(jnp.int8), factor
+
+
+def qmatmul(
+    product: Callable[..., jax.Array],
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    x_scale: jax.Array | None = None,
+) -> jax.Array:
+    """The product of one problem without batch axes; `product` computes those that do not round x."""
+    dtype = problem.compute_dtype
+    small, factor = rounded(x, x_scale, problem.activations or "")
+    factor = factor[:, None].astype(dtype)
+    plain = problem.replace(activations=None, backward=None, out_dtype=dtype)
+    if problem.is_empty or not problem.scales_results_only:  # codes of x are exact in any type that x has
+        return (product(plain, small.astype(x.dtype), codes, scale) * factor).astype(problem.out_dtype)
+    if problem.fmt == "int8" and problem.activations == "int8":
+        sums = _integer_sums(problem, small, codes).astype(dtype)
+    else:
+        sums = xla.qmatmul(plain.replace(scale_shape=None), small.astype(x.dtype), codes)
+    first = jnp.where(factor < SMALL, factor, 1)
+    y = sums * first * (jnp.where(factor < SMALL, 1, factor) * scale.astype(dtype).reshape(1, -1))
+    return y.astype(problem.out_dtype)
+
+
+def _integer_sums(problem: Problem, x: jax.Array, codes: jax.Array) -> jax.Array:
+    """The exact sums of products of int8 codes. XLA has no quick ones for the CPU: there short ones in float32."""
+    axis = 1 if problem.form == "dot" else 0
+    in_floats = problem.platform == "cpu"
+    most, size = (EXACT_FLOATS if in_floats else EXACT_INTEGERS), codes.shape[axis]
+    operand, sums = (jnp.float32, jnp.float32) if in_floats else (jnp.int8, jnp.int32)
+    total = jnp.int32 if size <= EXACT_INTEGERS else problem.compute_dtype
+
+    def part(start: Any, count: int) -> jax.Array:
+        rows = lax.dynamic_slice_in_dim(x, start, count, 1).astype(operand)
+        stored = lax.dynamic_slice_in_dim(codes, start, count, axis).astype(operand)
+        dims = (((1,), (axis,)), ((), ()))
+        return lax.dot_general(rows, stored, dims, precision="highest", preferred_element_type=sums).astype(total)
+
+    count, rest = divmod(size, most)
+    y = part(count * most, rest) if rest else zeros_like_in((x.shape[0], codes.shape[1 - axis]), total, x)
+    return lax.fori_loop(0, count, lambda i, y: y + part(i * most, most), y) if count else y
+
+
+def reference(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array, x_scale: jax.Array | None = None
+) -> jax.Array:
+    """The readable twin: decode the weight, multiply the codes of x with it, then scale every row."""
+    dtype = problem.compute_dtype
+    small, factor = rounded(x, x_scale, problem.activations or "")
+    dense = decode(codes, scale, fmt=problem.fmt, cols=problem.cols, dtype=dtype)
+    batch = tuple(range(len(problem.batch)))
+    dims = (((x.ndim - 1,), (x.ndim - 1 if problem.form == "dot" else x.ndim - 2,)), (batch, batch))
+    y = lax.dot_general(small.astype(dtype), dense, dims, precision="highest", preferred_element_type=dtype)
+    return (y * factor[..., None].astype(dtype)).astype(problem.out_dtype)
