@@ -64,10 +64,15 @@ test-newest rest-newest:
 	@if [ -n "$(NEWEST_PYTHON)" ]; then $(MAKE) --no-print-directory run-$(@:test-newest=newest); \
 	else echo "$@: SKIPPED, no python3.12 on PATH or in pyenv"; fi
 
-run-newest: $(NEWEST_VENV)/test.stamp
+# The native kernels are compiled once for `make test`; `make test-all` compiles them against the newest JAX too.
+run-newest: export EFORMER_CPU_LIBRARY = $(wildcard $(CURDIR)/build/default/csrc/cpu/libeformer_cpu.so)
+run-newest: $(VENV)/dev.stamp $(NEWEST_VENV)/test.stamp
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m "not thorough" $(JAX_TESTS)
 
+run-rest-newest: export EFORMER_CPU_LIBRARY = $(wildcard $(CURDIR)/build/newest/csrc/cpu/libeformer_cpu.so)
 run-rest-newest: $(NEWEST_VENV)/test.stamp
+	cmake -S . -B build/newest -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(NEWEST_VENV)/bin/python
+	cmake --build build/newest --target eformer_cpu --parallel $(WORKERS)
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m thorough $(JAX_TESTS)
 	$(NEWEST_VENV)/bin/python $(PYTEST) $(JAX_TESTS:%=--ignore=%)
 
@@ -124,7 +129,7 @@ $(VENV)/run.stamp: $(BUILD_FILES) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/dev.stamp: $(BUILD_FILES) | $(VENV)/bin/python
-	$(VENV)/bin/python $(PIP_INSTALL) -e '.[dev]'
+	$(VENV)/bin/python $(PIP_INSTALL) -C build-dir=build/default -e '.[dev]'
 	@touch $@ $(VENV)/run.stamp
 
 $(VENV)/oracle.stamp: $(VENV)/dev.stamp
@@ -132,10 +137,10 @@ $(VENV)/oracle.stamp: $(VENV)/dev.stamp
 	$(VENV)/bin/python $(PIP_INSTALL) -e '.[oracle]'
 	@touch $@
 
-# A build folder of its own: the two environments are made at the same time.
+# Without native kernels: those of the other environment are used.
 $(NEWEST_VENV)/test.stamp: $(BUILD_FILES)
 	$(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python $(PIP_INSTALL) --upgrade -C build-dir=build/newest -e '.[test]' jax
+	$(NEWEST_VENV)/bin/python $(PIP_INSTALL) --upgrade -C cmake.define.EFORMER_NATIVE=OFF -e '.[test]' jax
 	@touch $@
 
 # The CUDA kernels for all architectures, without a GPU; copied next to their Python side, where they are found.
