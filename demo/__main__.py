@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eformer.cli._commands import FAILED, OK, add_json, print_json, print_table, run_command
+from eformer.cli._commands import FAILED, OK, WrongUse, add_json, print_json, print_table, run_command
 
 # name -> (module, what it is)
 MODELS = {
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="char", help=listed)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the picture (default: the current one)")
     parser.add_argument("--quick", action="store_true", help="as little as will run; quality is not judged")
+    parser.add_argument("--cache", choices=("int8", "int4"), help="keep keys and values of language models in this")
     add_json(parser)
 
 
@@ -38,7 +40,12 @@ def run(options: argparse.Namespace) -> int:
     model = importlib.import_module(MODELS[options.model][0])
     options.out.mkdir(parents=True, exist_ok=True)
     tell = _teller(options.json)
-    found = model.run(model.QUICK if options.quick else model.Plan(), options.out, tell)
+    plan = model.QUICK if options.quick else model.Plan()
+    if options.cache is not None:
+        if not hasattr(plan, "cache"):
+            raise WrongUse(f"--cache {options.cache} is for language models; {options.model} has no keys to keep.")
+        plan = dataclasses.replace(plan, cache=options.cache)
+    found = model.run(plan, options.out, tell)
     tell("")
     print_json(found) if options.json else show(found)
     return OK if all(found["checks"].values()) else FAILED

@@ -30,6 +30,7 @@ class Plan:
     batch: int = 8
     length: int = 128
     judged: bool = True  # whether enough is done to say something about quality
+    cache: str | None = None  # the format of keys and values
 
 
 QUICK = Plan(
@@ -45,14 +46,15 @@ def run(plan: Plan, folder: Path, tell: Tell) -> dict[str, Any]:
     quality, dense = {}, {}
     for name, params in models.items():
         tell(f"reading held-out text: {name}")
-        quality[name] = judge.bits_per_token(char.CONFIG, params, windows)
+        quality[name] = judge.bits_per_token(char.CONFIG, params, windows, cache=plan.cache)
         dense[name] = judge.materializations(char.CONFIG, params, windows[:1])
-    change = {name: judge.perplexity_change(bits, quality["f32"]) for name, bits in quality.items()}
+    exact = judge.bits_per_token(char.CONFIG, models["f32"], windows) if plan.cache else quality["f32"]
+    change = {name: judge.perplexity_change(bits, exact) for name, bits in quality.items()}
     tell("generating")
     prompt = text.encode(PROMPT)
     context = 32 + -(-plan.tokens // CHUNK) * CHUNK
-    speed = judge.speeds(char.CONFIG, models, context=context, tokens=plan.tokens, rounds=plan.rounds)
-    written = {name: write(models[name], prompt, plan.tokens) for name in ("f32", "nf4")}
+    speed = judge.speeds(char.CONFIG, models, context=context, tokens=plan.tokens, rounds=plan.rounds, cache=plan.cache)
+    written = {name: write(models[name], prompt, plan.tokens, plan.cache) for name in ("f32", "nf4")}
     tell("saving and loading")
     rows = formats.rows_of(models, quality, change, speed, dense)
     trained = train(plan, windows, quality["ternary"], tell)
@@ -75,9 +77,9 @@ def run(plan: Plan, folder: Path, tell: Tell) -> dict[str, Any]:
     }
 
 
-def write(params: Any, prompt: np.ndarray, count: int) -> str:
+def write(params: Any, prompt: np.ndarray, count: int, cache: str | None) -> str:
     """What the model makes of the prompt, with the same dice for every format."""
-    pieces = generate(Model(char.CONFIG, params), prompt, count, temperature=0.5, seed=1)
+    pieces = generate(Model(char.CONFIG, params), prompt, count, temperature=0.5, seed=1, cache=cache)
     return text.decode(np.concatenate(list(pieces)))
 
 
@@ -88,7 +90,8 @@ def train(plan: Plan, windows: np.ndarray, before: float, tell: Tell) -> dict[st
     for done, bits, now in qat.train(char.CONFIG, params, tokens, "ternary", **fixed):
         tell(f"training ternary weights: step {done} of {plan.steps}, {bits:.2f} bits per character")
         params = now
-    after = judge.bits_per_token(char.CONFIG, formats.quantized(params, ["ternary"])["ternary"], windows)
+    ternary = formats.quantized(params, ["ternary"])["ternary"]
+    after = judge.bits_per_token(char.CONFIG, ternary, windows, cache=plan.cache)
     return {"format": "ternary", "steps": plan.steps, "before": before, "after": after}
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from eformer import serialization as serialization
     from eformer._formats.base import Part as Part
     from eformer._formats.base import QuantizedArray as QuantizedArray
+    from eformer._formats.cache.array import QuantizedCache as QuantizedCache
     from eformer._quantize.statistics import Statistics as Statistics
     from eformer.jaximus import Explanation as Explanation
     from eformer.jaximus import ImplicitArray as ImplicitArray
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "eformer": "errors integrations jaximus models ops serialization",
     "eformer._formats.base": "Part QuantizedArray",
+    "eformer._formats.cache.array": "QuantizedCache",
     "eformer._quantize.statistics": "Statistics",
     "eformer.jaximus": (
         "Explanation ImplicitArray aux_field explain implicit materialization_policy materialize register ste"

@@ -33,6 +33,8 @@ def test_a_model_from_gguf_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert said.out == f"ab cd{stored['text']}\n"  # decoding the weights first changes no token
     assert "20 tokens" in said.err
+    cached = run(capsys, "generate", gguf, "--prompt", "ab cd", "--tokens", "20", "--cache", "int8")
+    assert (cached["cache"], len(cached["tokens"])) == ("int8", 20)
     run(capsys, "quantize", gguf, small, "--format", "int8", "--min-size", "0")
     monkeypatch.setattr("sys.stdin", io.StringIO("ab cd"))
     again = run(capsys, "generate", small, "--prompt", "-", "--tokens", "4")

@@ -27,8 +27,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main(["--model", model, "--quick", "--json", "--out", str(folder)]) == 0
+def run(model: str, folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    assert main(["--model", model, "--quick", "--json", "--out", str(folder), *more]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -47,6 +47,10 @@ def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkey
     assert rows["nf4"]["nbytes"] < rows["int8"]["nbytes"] < rows["f32"]["nbytes"]
     assert all(row["bit_equal"] and not row["materializations"] for row in rows.values())
     assert set(found["text"]) == {"f32", "nf4"}
+    cached = run("smollm2", package, capsys, "--cache", "int8")
+    assert cached["rows"][0]["quality"] != rows["f32"]["quality"]
+    assert not any(row["materializations"] for row in cached["rows"])
+    assert main(["--model", "minilm", "--cache", "int8", "--out", str(package)]) == 2
     assert _llama_file.model_file(module, distribution, pattern).name == "model.gguf"
 
 

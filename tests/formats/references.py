@@ -217,9 +217,9 @@ def iq4_nl_encode(block: np.ndarray) -> tuple[np.ndarray, np.float16]:
 
 
 def integer_encode(
-    w: np.ndarray, *, axis: int, bits: int, block_size: int, symmetric: bool = True
+    w: np.ndarray, *, axis: int, bits: int, block_size: int, symmetric: bool = True, scale_dtype: DTypeLike = np.float32
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """`integer.codec.encode` with scales in f32: codes (free axes..., blocks, block_size), not packed."""
+    """`integer.codec.encode`: codes (free axes..., blocks, block_size), not packed."""
     moved = np.moveaxis(np.asarray(w), axis, -1).astype(np.float32)
     blocks = math.ceil(moved.shape[-1] / block_size)
     padded = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, blocks * block_size - moved.shape[-1])])
@@ -229,12 +229,13 @@ def integer_encode(
     low, high = np.where(wrong, np.float32(np.nan), low), np.where(wrong, np.float32(np.nan), high)
     half, steps = 2 ** (bits - 1), np.float32(2**bits - 1)
     scale = np.where(-low >= high, low, high) / np.float32(-half) if symmetric else high / steps - low / steps
-    scale = np.where(np.abs(scale) < _TINY, np.float32(0), scale)
-    divisor = np.where(scale == 0, np.float32(1), scale)
+    scale = np.where(np.abs(scale) < _TINY, np.float32(0), scale).astype(jnp.dtype(scale_dtype))
+    wide = scale.astype(np.float32)
+    divisor = np.where(wide == 0, np.float32(1), wide)
     zero = np.clip(np.nan_to_num(np.rint(-low / divisor)), 0, steps)
     codes = np.rint(padded / divisor[..., None]) + (half if symmetric else zero[..., None])
     codes = np.nan_to_num(np.clip(codes, 0, steps), nan=half if symmetric else 0).astype(np.uint8)
-    return codes, scale.astype(np.float32), None if symmetric else zero.astype(np.uint8)
+    return codes, scale, None if symmetric else zero.astype(np.uint8)
 
 
 def integer_decode(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, bias: np.ndarray | None, bits: int):

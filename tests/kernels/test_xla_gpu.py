@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from eformer._kernels import cuda, native, xla
+from eformer._kernels import cuda, explain, native, xla
 from eformer._kernels.parameters import product_problem
 from eformer._kernels.xla import gpu
 
@@ -146,6 +146,25 @@ def test_backward_passes_and_batches() -> None:
     stack = make_case(np.random.default_rng(25), "nf4", 512, 512, batch=(3,))
     text = lowered(lambda x: stack.product(x), jnp.ones((3, 1, 512), jnp.bfloat16))
     assert text.count("stablehlo.while") == 1
+
+
+@pytest.mark.usefixtures("without_library")
+def test_narrow_matrices_of_a_batch_are_one_product() -> None:
+    """Keys and values of many heads: no loop. The values are those of one product after the other."""
+    rng = np.random.default_rng(28)
+    for fmt, form, m in itertools.product(("int8", "int4"), FORMS, (1, 4, 9)):
+        stack = make_case(rng, fmt, 96, 64, batch=(2, 3), **({"scale": "row"} if fmt == "int8" else {"block": 32}))
+        x = jnp.asarray(rng.standard_normal((2, 3, m, 64 if form == "dot" else 96)), jnp.float32)
+        options: dict[str, Any] = {"fmt": fmt, "form": form, "cols": 64}
+        problem = product_problem(x, stack.codes, stack.scale, "cuda", **options)
+        assert explain(problem).name == "xla_batch"
+        assert explain(problem.replace(cols=512)).name != "xla_batch"
+        assert explain(problem.replace(platform="cpu")).name != "xla_batch"
+        y = jax.jit(xla.batched_qmatmul, static_argnums=0)(problem, x, stack.codes, stack.scale)
+        assert relative_error(y, stack.expected(x, form)) < 3e-6
+        text = lowered(lambda x, stack=stack, form=form: stack.product(x, form), x.astype(jnp.bfloat16))
+        assert "while" not in text
+        assert text.count("stablehlo.dot_general") <= 1
 
 
 def test_cpu_programs_are_as_they_were() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer import QuantizedCache, materialization_policy
 from eformer.jaximus import explain
 from eformer.models import Config, Model, decode, forward, generate, init, make_cache
 from eformer.ops.quantization import dequantize_tree, quantize_tree
@@ -59,3 +62,39 @@ def test_generation_is_what_forward_says(key: jax.Array):
     end = int(made[17])
     ended = np.concatenate(list(generate(Model(CONFIG, params, end=end), prompt, 18)))
     assert ended.tolist() == made.tolist()[: made.tolist().index(end)]
+
+
+def listed(params: Any) -> Any:
+    """The same model with a list of layers."""
+    layers = [jax.tree.map(lambda part, i=i: part[i], params["layers"]) for i in range(CONFIG.layers)]
+    return {**params, "layers": layers}
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(None, 1e-5), ("int8", 0.03), ("int4", 0.5)])
+def test_caches_in_every_format_and_shape(key: jax.Array, kind: str | None, limit: float):
+    """Stacked layers, a list of them with a stacked cache, and with a list of caches: the same logits."""
+    params, tokens = init(CONFIG, key), jax.random.randint(key, (2, 9), 0, 32)
+    run, found = jax.jit(decode, static_argnums=0), []
+    for weights, is_list in ((params, False), (listed(params), False), (listed(params), True)):
+        cache, logits = make_cache(CONFIG, 2, 12, format=kind, listed=is_list), []
+        with materialization_policy("error"):
+            for start, end in ((0, 5), (5, 6), (6, 9)):
+                part, cache = run(CONFIG, weights, tokens[:, start:end], cache, jnp.asarray(start))
+                logits.append(part)
+        kinds = {type(leaf) for leaf in jax.tree.leaves(cache, is_leaf=lambda x: hasattr(x, "shape"))}
+        assert (QuantizedCache in kinds) == (kind is not None)
+        found.append(jnp.concatenate(logits, axis=1))
+    exact = forward(CONFIG, params, tokens)
+    assert jnp.abs(found[0] - exact).max() < limit * jnp.abs(exact).max()
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=1e-5)
+
+
+def test_caches_that_do_not_fit(key: jax.Array):
+    params, tokens = init(CONFIG, key), jnp.zeros((1, 2), int)
+    with pytest.raises(ValueError, match="stacked layers take a cache of stacked layers"):
+        decode(CONFIG, params, tokens, make_cache(CONFIG, 1, 4, listed=True), jnp.asarray(0))
+    with pytest.raises(ValueError, match=f"one of 1 layers, the model has {CONFIG.layers}"):
+        decode(CONFIG, listed(params), tokens, make_cache(CONFIG, 1, 4, listed=True)[:1], jnp.asarray(0))
+    with pytest.raises(ValueError, match="format='fp8' is not a format of caches"):
+        make_cache(CONFIG, 1, 4, format="fp8")

@@ -82,6 +82,23 @@ def test_a_memory_changes_nothing(key: jax.Array):
     assert np.concatenate(list(generate(model, other, 6, memory=memory))).tolist() == expected.tolist()
 
 
+def test_a_memory_in_eight_bits(key: jax.Array):
+    """It grows without a second rounding, and its tokens are nearly the likeliest of the exact model."""
+    model, memory = Model(CONFIG, init(CONFIG, key)), Memory("int8")
+    made = np.concatenate(list(generate(model, [3, 1, 4], 5, memory=memory, cache="int8"))).tolist()
+    before = jax.tree.leaves(memory.cache)[0]
+    made += np.concatenate(list(generate(model, [3, 1, 4, *made], 160, memory=memory))).tolist()
+    after = jax.tree.leaves(memory.cache)[0]
+    assert memory.room == 256 > before.shape[-3]
+    np.testing.assert_array_equal(after[..., :7, :, :], before[..., :7, :, :])
+    assert before.dtype == np.int8
+    logits = np.asarray(forward(CONFIG, model.params, jnp.asarray([3, 1, 4, *made])[None]))[0]
+    places = np.arange(2, 2 + len(made))
+    assert logits[places, made] == pytest.approx(logits[places].max(-1), abs=0.02)
+    with pytest.raises(ValueError, match="cache='int4' contradicts the memory, which was made with cache='int8'"):
+        next(generate(model, [1], 1, memory=memory, cache="int4"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = folders.write(tmp_path_factory.mktemp("model"), "llama 2")

@@ -47,7 +47,7 @@ class ArrayOperators:
 
     @property
     def at(self) -> Any:
-        """Indexed reads and functional updates; the result of an update is dense."""
+        """Indexed reads and functional updates; the result of an update is dense, unless the type can be written."""
         return _At(self)
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ def materialize(x: Any) -> Any:
 
 
 class _At:
-    """`q.at[index]`: `.get()` reads, everything else returns a dense array."""
+    """`q.at[index]`: `.get()` reads, everything else updates: a dense array for types that cannot be written."""
 
     def __init__(self, array: Any, index: Any = None):
         self._array, self._index = array, index

@@ -5,3 +5,4 @@ from __future__ import annotations
 from . import dot as dot
 from . import lookup as lookup
 from . import shapes as shapes
+from .cache import write as write

@@ -219,6 +219,7 @@ PRODUCT = Operation(
     problem=problem_of,
     candidates=(
         Candidate("native_cpu", "native", cpu.refuses_product, cpu.qmatmul),
+        Candidate("xla_batch", "xla", xla.refuses_batch, xla.batched_qmatmul),
         Candidate("native_cuda", "native", cuda.refuses_product, cuda.qmatmul),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul),
         Candidate(

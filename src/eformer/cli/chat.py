@@ -27,12 +27,12 @@ def run(options: argparse.Namespace) -> int:
     if asked:
         print(_HELP, file=sys.stderr)
     start = [{"role": "system", "content": options.system}] if options.system else []
-    said, memory = list(start), Memory()
+    said, memory = list(start), Memory(options.cache)
     for line in _lines("> " if asked else ""):
         if line == "/exit":
             break
         if line == "/reset":
-            said, memory = list(start), Memory()
+            said, memory = list(start), Memory(options.cache)
         if line in ("", "/reset"):
             continue
         said.append({"role": "user", "content": line})

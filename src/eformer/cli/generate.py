@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eformer._core import ImplicitArray
+from eformer._formats.cache.array import FORMATS as CACHES
 from eformer._quantize.leaves import open_tree
 from eformer.models import Model, Sampling, chat_text, load, stream
 from eformer.models._llama_file import SMOLLM2, model_file
@@ -67,6 +68,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: as stored)"
     )
+    parser.add_argument("--cache", choices=tuple(CACHES), help="keep keys and values in this format (default: dense)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -90,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
     written, seconds = "", []
     say = (lambda what: None) if options.json else (lambda what: print(what, end="", flush=True))
     say("" if options.chat else asked)
-    for text, tokens in stream(model, prompt, options.tokens, stop=options.stop, sampling=how, chunk=PIECE):
+    how_much = {"stop": options.stop, "chunk": PIECE, "cache": options.cache}
+    for text, tokens in stream(model, prompt, options.tokens, sampling=how, **how_much):
         seconds.append((time.perf_counter() - begun, len(made)))
         made += tokens
         written += text
@@ -150,6 +153,7 @@ def _facts(
     return {
         "model": options.model,
         "format": options.format,
+        "cache": options.cache,
         "nbytes": sizes.nbytes,
         "bits_per_weight": sizes.bits_per_weight,
         "text": written,

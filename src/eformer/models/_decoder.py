@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._core import implicit, materialize
+from eformer._formats.cache.array import QuantizedCache
 
 Params = dict[str, Any]
-Cache = tuple[jax.Array, jax.Array]  # keys and values, (layers, batch, context, heads, size)
+# Keys and values, (layers, batch, heads, context, size) each; or a list of such pairs, one for every layer.
+Cache = tuple[Any, Any] | list[tuple[Any, Any]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -127,10 +129,34 @@ def init(config: Config, key: jax.Array) -> Params:
     return {"embedding": embedding, "layers": {**layers, **norms}, "norm": jnp.ones(config.width)}
 
 
-def make_cache(config: Config, batch: int, context: int, dtype: Any = jnp.float32) -> Cache:
-    """Room for `context` tokens."""
-    size = (config.layers, batch, context, config.kv_heads, config.head_size)
-    return jnp.zeros(size, dtype), jnp.zeros(size, dtype)
+def make_cache(
+    config: Config,
+    batch: int,
+    context: int,
+    dtype: Any = jnp.float32,
+    *,
+    format: str | None = None,
+    listed: bool = False,
+) -> Cache:
+    """Room for `context` tokens.
+
+    Args:
+        config: of the model.
+        batch: how many texts.
+        context: how many tokens each.
+        dtype: of keys and values.
+        format: "int8" or "int4" for a `QuantizedCache`; None keeps them dense.
+        listed: a pair of arrays for every layer, which models with a list of layers read without a copy.
+    """
+    size = (batch, config.kv_heads, context, config.head_size)
+
+    def empty(*lead: int) -> Any:
+        shape = (*lead, *size)
+        return jnp.zeros(shape, dtype) if format is None else QuantizedCache.zeros(shape, dtype, format)
+
+    if listed:
+        return [(empty(), empty()) for _ in range(config.layers)]
+    return empty(config.layers), empty(config.layers)
 
 
 def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
@@ -165,8 +191,18 @@ def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | Non
         def layer(carry: Any, given: Any) -> tuple[Any, None]:
             return _layer(config, given[0], carry[0], carry[1], given[1], 0, places), None
 
+        if isinstance(cache, list):
+            raise ValueError("stacked layers take a cache of stacked layers; make it without listed=True.")
         stacked: Any = (layers, jnp.arange(config.layers))
         (x, cache), _ = jax.lax.scan(layer, (x, cache), stacked)
+    elif isinstance(cache, list):
+        if len(cache) != len(layers):
+            raise ValueError(f"the cache is one of {len(cache)} layers, the model has {len(layers)}.")
+        filled: list[Any] = []
+        for number, (weights, own) in enumerate(zip(layers, cache, strict=True)):
+            x, own = _layer(config, weights, x, own, None, number, places)
+            filled.append(own)
+        cache = filled
     else:
         for number, weights in enumerate(layers):
             x, cache = _layer(config, weights, x, cache, number, number, places)
@@ -181,8 +217,9 @@ def logits_of(config: Config, params: Params, x: jax.Array) -> jax.Array:
 
 
 def _layer(
-    config: Config, w: Params, x: jax.Array, cache: Cache | None, number: Any, kind: int, places: jax.Array
-) -> tuple[jax.Array, Cache | None]:
+    config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: jax.Array
+) -> tuple[jax.Array, Any]:
+    """One layer: number `number` of the layers in the cache (None: it is this layer's own), `kind` of `config`."""
     h, cache = _attention(config, w, _norm(config, x, w["norm_attention"]), cache, number, kind, places)
     x = x + (_norm(config, h, w["norm_attention_out"]) if "norm_attention_out" in w else h)
     h = _norm(config, x, w["norm_mlp"])
@@ -199,8 +236,8 @@ def _linear(w: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def _attention(
-    config: Config, w: Params, x: jax.Array, cache: Cache | None, number: Any, kind: int, places: jax.Array
-) -> tuple[jax.Array, Cache | None]:
+    config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: jax.Array
+) -> tuple[jax.Array, Any]:
     def heads(name: str, count: int) -> jax.Array:
         y = _linear(w, name, x).reshape(*x.shape[:-1], count, config.head_size)
         return _norm(config, y, w[f"norm_{name}"]) if f"norm_{name}" in w else y
@@ -210,23 +247,31 @@ def _attention(
     if rope is not None:
         q, keys = (_rotate(part, places, rope, config.rope_halves) for part in (q, keys))
     there = places
+    keys, values = (jnp.swapaxes(part, 1, 2) for part in (keys, values))  # (batch, heads, time, size)
     if cache is not None:
-        begin = (number, 0, places[0], 0, 0)
-        filled = [
-            jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), begin)
-            for old, new in zip(cache, (keys, values), strict=True)
-        ]
-        keys, values = (part[number].astype(x.dtype) for part in filled)
-        cache, there = (filled[0], filled[1]), jnp.arange(keys.shape[1])
+        begin = (0, 0, places[0], 0)
+        if number is None:
+            cache = tuple(_put(old, new, begin) for old, new in zip(cache, (keys, values), strict=True))
+            keys, values = cache
+        else:
+            cache = tuple(
+                _put(old, new[None], (number, *begin)) for old, new in zip(cache, (keys, values), strict=True)
+            )
+            keys, values = (part[number] for part in cache)
+        keys, values, there = keys.astype(x.dtype), values.astype(x.dtype), jnp.arange(keys.shape[2])
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
-    scores = _capped(jnp.einsum("btkgd,bskd->bkgts", q, keys) * scale, config.attention_cap)
+    scores = _capped(jnp.einsum("btkgd,bksd->bkgts", q, keys) * scale, config.attention_cap)
     seen = there <= places[:, None]
     if window is not None:
         seen &= there > places[:, None] - window
     scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
-    mixed = jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
+    mixed = jnp.einsum("bkgts,bksd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
     return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), cache
+
+
+def _put(old: Any, new: jax.Array, begin: tuple[Any, ...]) -> Any:
+    return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), begin)
 
 
 def _experts(config: Config, w: Params, x: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._core import implicit
+
 from ._decoder import Cache, Config, Params, decode, logits_of, make_cache, states
 
 CHUNK = 16  # tokens per program run: few enough to watch, enough for the cost of a run not to matter
@@ -135,9 +137,16 @@ def steps(
 class Memory:
     """The cache of a conversation: tokens that a new prompt shares with the last one are not read again."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: str | None = None) -> None:
+        """`cache` is the format of keys and values, "int8" or "int4"; None keeps them dense."""
+        self.format = cache
         self.tokens: list[int] = []
         self.cache: Cache | None = None
+
+    @property
+    def room(self) -> int:
+        """How many tokens the cache holds."""
+        return 0 if self.cache is None else jax.tree.leaves(self.cache, is_leaf=_has_shape)[0].shape[-2]
 
     def read(self, model: Model, prompt: Sequence[int] | np.ndarray, room: int) -> Any:
         """Logits after the prompt, with room for so many more tokens."""
@@ -145,10 +154,11 @@ class Memory:
         shared = 0
         while shared < min(len(tokens) - 1, len(self.tokens)) and tokens[shared] == self.tokens[shared]:
             shared += 1
-        need, there = len(tokens) + max(room, _PROMPT), 0 if self.cache is None else self.cache[0].shape[2]
-        if need > there:
-            size = max(_ROOM, 1 << (need - 1).bit_length())
-            fresh = make_cache(config, 1, size, model.params["embedding"].dtype)
+        need = len(tokens) + max(room, _PROMPT)
+        if need > self.room:
+            size, listed = max(_ROOM, 1 << (need - 1).bit_length()), not isinstance(model.params["layers"], Mapping)
+            dtype = model.params["embedding"].dtype
+            fresh = make_cache(config, 1, size, dtype, format=self.format, listed=listed)
             self.cache = fresh if self.cache is None else self._moved(self.cache, fresh)
         self.tokens, logits = tokens, None
         for start in range(shared, len(tokens), _PROMPT):
@@ -160,8 +170,14 @@ class Memory:
         return logits
 
     @staticmethod
+    @implicit
     def _moved(old: Cache, new: Cache) -> Any:
-        return tuple(jax.lax.dynamic_update_slice(b, a, (0,) * a.ndim) for a, b in zip(old, new, strict=True))
+        put = lambda a, b: jax.lax.dynamic_update_slice(b, a, (0,) * a.ndim)  # noqa: E731
+        return jax.tree.map(put, old, new, is_leaf=_has_shape)
+
+
+def _has_shape(leaf: Any) -> bool:
+    return hasattr(leaf, "shape")
 
 
 def generate(
@@ -174,6 +190,7 @@ def generate(
     sampling: Sampling | None = None,
     chunk: int = CHUNK,
     memory: Memory | None = None,
+    cache: str | None = None,
 ) -> Iterator[np.ndarray]:
     """Up to `count` tokens that continue the prompt, in pieces of `chunk`; the token that ends a text is left out.
 
@@ -186,11 +203,14 @@ def generate(
         sampling: all of it, in place of the two.
         chunk: how many tokens come at a time.
         memory: of an earlier call, whose beginning need not be read again.
+        cache: the format of keys and values, "int8" or "int4"; None keeps them dense, or as the memory has them.
     """
     if not len(prompt):
         raise ValueError("the prompt is empty; give at least one token.")
     how = Sampling(temperature, seed=seed) if sampling is None else sampling
-    memory = Memory() if memory is None else memory
+    memory = Memory(cache) if memory is None else memory
+    if cache is not None and cache != memory.format:
+        raise ValueError(f"{cache=} contradicts the memory, which was made with cache={memory.format!r}. Give it once.")
     logits = memory.read(model, prompt, -(-count // chunk) * chunk)
     state, key = (jnp.asarray(len(prompt)), logits), jax.random.key(how.seed)
     seen = jnp.zeros(model.config.vocabulary, bool).at[jnp.asarray(memory.tokens)].set(how.repetition_penalty != 1)

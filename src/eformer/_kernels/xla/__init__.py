@@ -5,6 +5,7 @@ Folds scales where that is exact, picks the sizes of panels, and calls the loop.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 
 from ..parameters import Problem
 from . import gpu, one_row, panel
+
+# On a GPU so many matrices of so few columns are one product: keys and values of heads, not weights.
+MANY, NARROW = 4, 256
 
 
 def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
@@ -23,6 +27,22 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array |
     x = x.astype(dtype)
     y = _product(problem, x if before is None else x * before, codes, inside)
     return (y if after is None else y * after).astype(problem.out_dtype)
+
+
+def refuses_batch(problem: Problem) -> str | None:
+    if problem.platform not in gpu.PLATFORMS:
+        return "only on a GPU all matrices of a batch are one product"
+    if math.prod(problem.batch) < MANY:
+        return f"there are fewer than {MANY} matrices"
+    return None if problem.cols <= NARROW else f"{problem.cols} columns are more than {NARROW}: one matrix at a time"
+
+
+def batched_qmatmul(problem: Problem, *operands: jax.Array) -> jax.Array:
+    """All matrices of a batch at once, by what XLA fuses into one product."""
+    one, axes = problem.replace(batch=()), len(problem.batch)
+    flat = [operand.reshape(math.prod(problem.batch), *operand.shape[axes:]) for operand in operands]
+    y = jax.vmap(lambda *operands: qmatmul(one, *operands))(*flat)
+    return y.reshape(*problem.batch, *y.shape[1:])
 
 
 def _fold(problem: Problem, scale: jax.Array | None) -> tuple[Any, Any, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._core.fields import layout
+from eformer._formats.cache.array import QuantizedCache
 from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.int8.array import Array8B
 from eformer._formats.integer.array import ArrayInt
@@ -195,6 +196,12 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
         "int",
         ArrayInt,
         {"packed": "uint8 or int8", "scale": FLOATING, "zero": "uint8 or floating or none", "bias": OPTIONAL},
+        {"bits": int, "block_size": int, **_BLOCKED},
+    ),
+    (
+        "cache",
+        QuantizedCache,
+        {"packed": "uint8 or int8", "scale": FLOATING, "zero": "none", "bias": "none"},
         {"bits": int, "block_size": int, **_BLOCKED},
     ),
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),

@@ -1,0 +1,155 @@
+"""Prefill and decoding of a model shaped like LLaMA 8B with random weights: dense bfloat16 against quantized ones.
+
+    python benchmarks/serving.py [--quick] [--json PATH] [--layers 32] [--batch 1 8 32] [--context 1024]
+        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned] [--seconds N] [--small]
+
+A decode step is one token per text at the last place of the context, head included; prefill reads whole prompts and
+makes logits of their last tokens. Layers are a list, or with --scanned one stack. --small (the default without a GPU)
+is a model of 4 layers and a quarter of the width. Ratios are to dense weights and a dense cache in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _timing import write_json
+
+import eformer as ef
+from eformer.models import Config, make_cache
+from eformer.models._decoder import logits_of, states
+
+LARGE = Config(vocabulary=128256, width=4096, layers=32, heads=32, kv_heads=8, hidden=14336, rope_base=5e5)
+SMALL = Config(vocabulary=8192, width=1024, layers=4, heads=8, kv_heads=2, hidden=3584, rope_base=5e5)
+TINY = Config(vocabulary=64, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
+# name -> what `quantize` takes for the weights (None: dense), and the format of the cache
+VARIANTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
+    "dense": (None, None),
+    "dense, int8 cache": (None, "int8"),
+    "nf4": ({"dtype": "nf4"}, None),
+    "nf4, int8 cache": ({"dtype": "nf4"}, "int8"),
+    "nf4, int4 cache": ({"dtype": "nf4"}, "int4"),
+    "int8, int8 cache": ({"dtype": "int8", "axis": 0}, "int8"),
+}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def random(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(shape[0] ** -0.5)
+
+
+def make_params(config: Config, weights: dict[str, Any] | None, scanned: bool) -> Any:
+    """Matrix by matrix: what is dense is dropped before the next is made."""
+    inner, kv = config.heads * config.head_size, config.kv_heads * config.head_size
+    sizes = {"q": (config.width, inner), "k": (config.width, kv), "v": (config.width, kv), "o": (inner, config.width)}
+    sizes |= dict.fromkeys(("gate", "up"), (config.width, config.hidden)) | {"down": (config.hidden, config.width)}
+    keys = iter(jax.random.split(jax.random.key(0), len(sizes) * config.layers + 2))
+
+    def matrix(shape: tuple[int, int]) -> Any:
+        w = random(next(keys), shape)
+        return w if weights is None else jax.block_until_ready(ef.quantize(w, **weights))
+
+    ones = jnp.ones(config.width, jnp.bfloat16)
+    norms = {"norm_attention": ones, "norm_mlp": ones}
+    layers: Any = [{**{name: matrix(shape) for name, shape in sizes.items()}, **norms} for _ in range(config.layers)]
+    if scanned:
+        layers = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)  # the parts of quantized arrays too
+    embedding = random(next(keys), (config.vocabulary, config.width))
+    return {"embedding": embedding, "layers": layers, "head": matrix((config.width, config.vocabulary)), "norm": ones}
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def run(config: Config, params: Any, tokens: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
+    """The likeliest token after the last one of every text, and the cache."""
+    x, cache = states(config, params, tokens, cache, start)
+    return jnp.argmax(logits_of(config, params, x[:, -1]), axis=-1), cache
+
+
+def seconds(step: Callable[[Any], tuple[Any, Any]], cache: Any, calls: int, rounds: int) -> float:
+    """Median seconds of one step, each of which takes the cache of the one before."""
+    for _ in range(2):
+        token, cache = step(cache)
+    jax.block_until_ready((token, cache))
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        for _ in range(calls):
+            token, cache = step(cache)
+        jax.block_until_ready((token, cache))
+        times.append((time.perf_counter() - begun) / calls)
+    return statistics.median(times)
+
+
+def measure(
+    config: Config, name: str, params: Any, batch: int, prompt: int, context: int, quick: bool, scanned: bool
+) -> dict[str, Any]:
+    """A decode step at the end of the context (`prompt` is 0), or the prefill of a prompt."""
+    cache = make_cache(config, batch, context, jnp.bfloat16, format=VARIANTS[name][1], listed=not scanned)
+    tokens = jax.random.randint(jax.random.key(1), (batch, prompt or 1), 0, config.vocabulary)
+    start = jnp.asarray(0 if prompt else context - 1)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    calls, rounds = (1, 1) if quick else (2 if prompt else 10, 5)
+    took = seconds(lambda cache: run(config, params, tokens, cache, start), cache, calls, rounds)
+    return {
+        "variant": name,
+        "what": f"prefill {batch}x{prompt}" if prompt else f"decode batch {batch}",
+        "context": context,
+        "scanned": scanned,
+        "ms": 1e3 * took,
+        "tokens_per_second": batch * max(prompt, 1) / took,
+        "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
+        "cache_mb": held / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int, nargs="*", default=(1, 8, 32))
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--prompts", nargs="*", default=("1x512", "4x1024"))
+    parser.add_argument("--variants", choices=VARIANTS, nargs="*", default=tuple(VARIANTS))
+    parser.add_argument("--scanned", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
+    options = parser.parse_args()
+    small = options.small or jax.default_backend() != "gpu"
+    config = TINY if options.quick else SMALL if small else LARGE
+    config = dataclasses.replace(config, layers=options.layers or config.layers)
+    jobs = [(batch, 0, options.context) for batch in options.batch]
+    jobs += [(int(b), int(t), int(t)) for b, t in (prompt.split("x") for prompt in options.prompts)]
+    if options.quick:
+        jobs = [(2, 0, 32), (1, 16, 16)]
+    print(f"{jax.devices()[0].device_kind}: {config}")
+    begun, rows, dense = time.perf_counter(), [], {}
+    for name in options.variants:
+        params = make_params(config, VARIANTS[name][0], options.scanned)
+        for batch, prompt, context in jobs:
+            if time.perf_counter() - begun > options.seconds:
+                continue
+            row = measure(config, name, params, batch, prompt, context, options.quick, options.scanned)
+            row["ratio"] = row["ms"] / dense.setdefault(row["what"], row["ms"])
+            rows.append(row)
+            print(
+                f"{name:18} {row['what']:16} {row['ms']:9.2f} ms {row['ratio']:5.2f} of {options.variants[0]} "
+                f"{row['tokens_per_second']:10,.0f} tokens/s, weights {row['weights_mb']:9,.1f} MB, "
+                f"cache {row['cache_mb']:8,.1f} MB",
+                flush=True,
+            )
+        del params
+    sizes = dataclasses.asdict(config)
+    write_json(options.json, device=jax.devices()[0].device_kind, model=sizes, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
