@@ -11,9 +11,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer.cli.generate import FORMATS
 from eformer.ops.quantization import quantize_tree, report
 from eformer.serialization import load, save
+
+# name -> what `quantize_tree` takes; None keeps the weights as they are
+FORMATS: dict[str, Any] = {
+    "f32": None,
+    "int8": "int8",
+    "fp8": "fp8",
+    "int4": "int4",
+    "iq4_nl": "iq4_nl",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "nf4": "nf4",
+    "nf4 dq": {"dtype": "nf4", "double_quant": True},
+    "ternary": "ternary",
+    "binary": "binary",
+}
 
 
 @dataclasses.dataclass(frozen=True)

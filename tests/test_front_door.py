@@ -122,6 +122,7 @@ BUILTIN = {
     "HandlerResultError": TypeError,
     "HandlerSignatureError": TypeError,
     "UnknownPrimitiveError": ValueError,
+    "AlreadyQuantizedError": ValueError,
     "QuantizedGradientError": TypeError,
     "ShardingError": ValueError,
     "ProcessError": RuntimeError,

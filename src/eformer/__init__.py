@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from eformer.ops.quantization import QuantizationType as QuantizationType
     from eformer.ops.quantization import Report as Report
     from eformer.ops.quantization import add_lora as add_lora
+    from eformer.ops.quantization import dequantize as dequantize
     from eformer.ops.quantization import dequantize_tree as dequantize_tree
     from eformer.ops.quantization import fake_quantize_tree as fake_quantize_tree
     from eformer.ops.quantization import lora_mask as lora_mask
@@ -82,8 +83,8 @@ _NAMES = {
     ),
     "eformer.ops.quantization": (
         "Array1B Array8B ArrayFloat ArrayInt ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora "
-        "dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize quantize_tree "
-        "report size split_trainable straight_through"
+        "dequantize dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize "
+        "quantize_tree report size split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
     "eformer.serialization": (
@@ -104,4 +105,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*(name for name in globals() if name.startswith("__")), *_HOMES})

@@ -87,6 +87,16 @@ class UnknownPrimitiveError(EformerError, ValueError):
     """`register` was given a name that no JAX primitive has."""
 
 
+class AlreadyQuantizedError(EformerError, ValueError):
+    """An array that is quantized was to be quantized in another way, which would round it twice."""
+
+    def __init__(self, what: str, found: str, asked: str, fix: str):
+        super().__init__(
+            f"{what} is quantized already, with {found}, and {asked} is asked for. Nothing is quantized twice: {fix}"
+        )
+        self.what, self.found, self.asked = what, found, asked
+
+
 class QuantizedGradientError(EformerError, TypeError):
     """A gradient was requested with respect to the stored codes or scales of a quantized array."""
 

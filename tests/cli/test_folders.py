@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -78,8 +79,10 @@ def test_a_run_that_was_stopped_goes_on(source: Path, tmp_path: Path):
         ("quantize source/model.safetensors small.safetensors", 2, "small.safetensors exists already"),
         ("quantize done out", 1, "is quantized by 'gptq', as its config.json says"),
         ("quantize torch out", 1, "a file of PyTorch, which is not installed"),
-        ("generate bare", 1, "has no tokenizer.json"),
+        ("generate bare", 1, "has no tokenizer.json; fetch it"),
         ("chat bare", 1, "has no tokenizer.json"),
+        ("generate sentences", 1, "has no tokenizer.json, only tokenizer.model, which is not read; AutoTokenizer"),
+        ("generate mute --chat", 2, "mute has no chat template; leave --chat out"),
     ],
 )
 def test_errors_are_one_line(
@@ -94,6 +97,8 @@ def test_errors_are_one_line(
     monkeypatch.setitem(sys.modules, "torch", None)
     Path("small.safetensors").write_bytes(b"")
     folders.write(Path("bare"), "llama 3")
+    (folders.write(Path("sentences"), "llama 3") / "tokenizer.model").write_bytes(b"")
+    folders.write_tokenizer(folders.write(Path("mute"), "llama 3"))
     folders.write(Path("done"), "llama 3", quantization_config={"quant_method": "gptq"})
     Path("torch").mkdir()
     Path("torch/pytorch_model.bin").write_bytes(b"PK")
@@ -102,6 +107,34 @@ def test_errors_are_one_line(
     said = capsys.readouterr()
     assert words in said.err
     assert said.err.count("\n") == 1
+
+
+def test_a_tokenizer_without_its_package(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else found(name))
+    assert main(["generate", str(source)]) == 1
+    said = capsys.readouterr().err
+    assert "pip install 'eformer[models]'" in said
+    assert "has no tokenizer.json" not in said
+
+
+def test_a_text_longer_than_the_model_knows(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    short = folders.write(tmp_path / "short", "llama 3", max_position_embeddings=8)
+    folders.write_tokenizer(short)
+    assert main(["generate", str(short), "--prompt", "abc", "--tokens", "6"]) == 0
+    assert "a prompt of 3 tokens and up to 6 more are beyond the 8 positions" in capsys.readouterr().err
+    assert main(["generate", str(short), "--prompt", "abc", "--tokens", "5"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_all_formats_can_be_named(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    said = capsys.readouterr().out
+    assert all(str(kind) in said for kind in ef.QuantizationType)
+    assert "default: 'The '" in " ".join(said.split())
 
 
 def test_a_conversation(source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -38,6 +38,11 @@ class Implicit:
 
     def __call__(self, fn: F) -> F:
         """`fn` with dispatch on: same signature, name and documentation."""
+        if not callable(fn):
+            raise TypeError(
+                f"implicit wraps a function, got {fn!r:.100} of type {type(fn).__name__}. Write implicit(f)(x, q), "
+                "or a block, `with implicit:`."
+            )
         if inspect.iscoroutinefunction(fn):
             return _coroutine(fn)
         if inspect.isasyncgenfunction(fn):

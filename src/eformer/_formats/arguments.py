@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from eformer._core import ImplicitArray
 from eformer._core.materialization import materialize_on_request
@@ -155,7 +156,8 @@ def as_float(array: Any, name: str) -> jax.Array:
     check_float(array, name)
     if array.ndim == 0:
         raise ValueError(f"{name} quantizes arrays of rank 1 or more, got a scalar.")
-    return array
+    # Rounding is a step function. Zero is its gradient in every format, so that `w + stop_gradient(q - w)` works.
+    return lax.stop_gradient(array) if isinstance(array, traces.Tracer) else array
 
 
 def checked_axis(axis: Any, ndim: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from eformer._core import register
+from eformer._core.materialization import decode, dense_for
 from eformer._jax import traces
 
 from . import sharding as _sharding
@@ -177,8 +178,36 @@ def _blocked_after(q: Any, blocked: int, new: Sequence[int], groups: Any) -> int
 
 
 @register("slice")
-def slice_(q: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
-    start, limit, strides = start_indices, limit_indices, strides or (1,) * q.ndim
+def slice_(
+    primitive: Any, q: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any
+) -> Any:
+    """Whole blocks stay packed. What begins or ends inside of one is dense, and only the blocks it touches are decoded.
+
+    Vectors are activations, as those of a lookup are; the blocks of a matrix are materialized, under the policy.
+    """
+    blocked, steps = blocked_axis(q), strides or (1,) * q.ndim
+    found = _stored_slice(q, start_indices, limit_indices, steps)
+    cuts = list(zip(start_indices, limit_indices, steps, strict=True))
+    if found is not NotImplemented or blocked is None or any(b <= a for a, b, _ in cuts):
+        return found
+    low, high, step = cuts[blocked]
+    unit, size = max(p.unit for p in q.parts), q.shape[blocked]
+    first, last = low // unit * unit, min(-(-high // unit) * unit, size)
+    piece = _stored_slice(
+        q,
+        [first if axis == blocked else a for axis, (a, _, _) in enumerate(cuts)],
+        [last if axis == blocked else b for axis, (_, b, _) in enumerate(cuts)],
+        [1 if axis == blocked else s for axis, (_, _, s) in enumerate(cuts)],
+    )
+    if piece is NotImplemented or piece.shape == q.shape:
+        return NotImplemented
+    vector = sum(len(range(*cut)) != 1 for cut in cuts) <= 1 < q.ndim
+    dense = decode(piece, q) if vector else dense_for(primitive, piece)
+    return lax.slice_in_dim(dense, low - first, high - first, step, blocked)
+
+
+def _stored_slice(q: Any, start: Sequence[int], limit: Sequence[int], strides: Sequence[int]) -> Any:
+    """A slice of codes and scales; NotImplemented where it would cut a block."""
     blocked, axes = blocked_axis(q), free(q)
     if any(b <= a for a, b in zip(start, limit, strict=True)):
         return NotImplemented
@@ -212,7 +241,7 @@ def split(q: QuantizedArray, *, sizes: Any, axis: int, **params: Any) -> Any:
     for size in sizes:
         low, high = [0] * q.ndim, list(q.shape)
         low[axis], high[axis] = start, start + size
-        pieces.append(slice_(q, start_indices=low, limit_indices=high))
+        pieces.append(_stored_slice(q, low, high, (1,) * q.ndim))
         start += size
     return NotImplemented if any(p is NotImplemented for p in pieces) else pieces
 

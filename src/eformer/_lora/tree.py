@@ -120,6 +120,12 @@ def _adapted(leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dt
     inputs = (*role.inputs, *range(max(*role.inputs, *role.outputs) + 1, 0))
     first, second = (inputs, role.outputs) if input_first else (role.outputs, inputs)
     batch = len(shape) - len(first) - len(second)
+    widest = min(math.prod(shape[axis] for axis in axes) for axes in (first, second))
+    if rank > widest:
+        raise ValueError(
+            f"rank={rank} is more than {leaf.path!r} of shape {shape} can have, {widest}. Give a smaller rank=, or "
+            f"rules with one of its own: {{{leaf.path!r}: {max(widest // 2, 1)}, ...}}; None is no adapter."
+        )
     a, b = (*shape[: batch + len(first)], rank), (*shape[:batch], rank, *shape[batch + len(first) :])
     fan_in = math.prod(shape[axis] for axis in inputs)
     # A key of the leaf's own path, so that it does not depend on which other leaves have adapters.

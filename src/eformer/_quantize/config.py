@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from eformer._core import ste
+from eformer._core import materialize, ste
 from eformer._formats.arguments import as_index, check_block_size
 from eformer._formats.floating import codec as floats
 from eformer._formats.floating.array import ArrayFloat
@@ -21,28 +20,11 @@ from eformer._formats.nf4.array import MAX_BLOCK, ArrayNF4, CompressedAbsmax
 from eformer._formats.onebit.array import Array1B
 from eformer._jax import traces
 
+from .names import QuantizationType as QuantizationType
+from .names import known_type
+from .stored import behind, fitted, is_packed, unchanged
+
 Axis = int | tuple[int, ...] | None
-
-
-class QuantizationType(enum.StrEnum):
-    """The formats there are."""
-
-    NF4 = "nf4"
-    INT8 = "int8"
-    TERNARY = "ternary"
-    BINARY = "binary"
-    INT2 = "int2"
-    INT3 = "int3"
-    INT4 = "int4"
-    INT5 = "int5"
-    INT6 = "int6"
-    FP8 = "fp8"
-    FP8_E5M2 = "fp8_e5m2"
-    MXFP4 = "mxfp4"
-    MXFP8 = "mxfp8"
-    MXFP8_E5M2 = "mxfp8_e5m2"
-    NVFP4 = "nvfp4"
-    IQ4_NL = "iq4_nl"
 
 
 class _Default(int):
@@ -186,7 +168,7 @@ class QuantizationConfig:
     symmetric: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _known_type(self.dtype))
+        object.__setattr__(self, "dtype", known_type(self.dtype))
         given = self.format.default_block if isinstance(self.block_size, _Default) else self.block_size
         object.__setattr__(self, "block_size", self.format.check_block(given))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
@@ -225,7 +207,7 @@ class QuantizationConfig:
         if not isinstance(fields, dict) or not set(fields) <= set(allowed):
             raise TypeError(f"a configuration is a JSON object with some of the fields {allowed}, got {text}.")
         # Earlier versions wrote a block size for every format, whatever it was; they did not know `symmetric`.
-        row = FORMATS[_known_type(fields.get("dtype", "nf4"))]
+        row = FORMATS[known_type(fields.get("dtype", "nf4"))]
         if "block_size" not in row.options or (row.default_block is None and "symmetric" not in fields):
             fields.pop("block_size", None)
         return cls(**fields)
@@ -236,14 +218,6 @@ _DOCUMENTED = ("dtype", "block_size", "simulate", "use_kernel")
 
 def _default(name: str) -> Any:
     return QuantizationConfig.__dataclass_fields__[name].default
-
-
-def _known_type(name: QuantizationType | str) -> QuantizationType:
-    try:
-        return QuantizationType(name)
-    except ValueError as err:
-        supported = ", ".join(t.value for t in QuantizationType)
-        raise ValueError(f"Unsupported quantization type: {name!r}. Supported types: {supported}.") from err
 
 
 def _checked_axis(axis: Any) -> Axis:
@@ -266,6 +240,9 @@ def quantize(
 ) -> Any:
     """Quantize a floating array to any format.
 
+    An array that is quantized so already is returned as it is, and one quantized otherwise is refused. The gradient
+    with respect to `array` is zero, as rounding is a step function: `straight_through` is what trains.
+
     Args:
         array: what to quantize; its sharding is kept.
         config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
@@ -274,6 +251,7 @@ def quantize(
             "mxfp4", "mxfp8", "mxfp8_e5m2", "nvfp4" or "iq4_nl".
         block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
             INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
+            A block twice as long as the axis or longer is halved until it is not, which changes no value.
         simulate: give a dense array with quantized values and straight-through gradients instead.
         axis: the axis values are packed or scaled along; each format has its default.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
@@ -282,6 +260,8 @@ def quantize(
     """
     options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
     chosen = _chosen(config, dtype, block_size, simulate, options)
+    if is_packed(array):
+        return unchanged(array, config_of(behind(array)), chosen)
     return _simulated(array, chosen) if chosen.simulate else _encoded(array, chosen)
 
 
@@ -298,11 +278,28 @@ def straight_through(
 ) -> jax.Array:
     """`quantize(...).materialize()` whose gradient is that of `array` itself, for training with quantized weights."""
     options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
-    return _simulated(array, _chosen(config, dtype, block_size, True, options))
+    chosen = dataclasses.replace(_chosen(config, dtype, block_size, True, options), simulate=True)
+    return unchanged(array, config_of(behind(array)), chosen) if is_packed(array) else _simulated(array, chosen)
+
+
+def dequantize(array: Any, dtype: Any = None) -> jax.Array:
+    """The dense array behind a quantized one, in its own dtype or in `dtype`; `dequantize_tree` is for models.
+
+    >>> import jax.numpy as jnp
+    >>> dequantize(quantize(jnp.ones((64, 32)), dtype="nf4")).shape
+    (64, 32)
+    """
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(
+            f"dequantize takes an array, got {array!r:.100} of type {type(array).__name__}. The parameters of a model "
+            "go to dequantize_tree."
+        )
+    dense = materialize(array)
+    return dense if dtype is None else dense.astype(dtype)
 
 
 def _encoded(array: jax.Array, config: QuantizationConfig) -> Any:
-    made = config.format.encode(array, config)
+    made = config.format.encode(array, fitted(config, getattr(array, "shape", ())))
     return made if config.use_kernel else made.replaced(use_kernel=False)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +58,11 @@ def open_tree(params: Any) -> Tree:
     >>> tree.rebuild([3.0, 4.0])
     {'dense': {'bias': 3.0, 'kernel': 4.0}}
     """
+    if params is None or isinstance(params, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"a model is a pytree of arrays or a module, got {params!r:.100} of type {type(params).__name__}. Of a "
+            "file, load(path) gives the arrays, and quantize_file(source, target) writes them quantized."
+        )
     state, root, merge = _state(params)
     pairs, treedef = tree_flatten_with_path_with_implicit(state)
     leaves = tuple(_leaf(path, value, root) for path, value in pairs)

@@ -21,11 +21,13 @@ import jax
 from eformer import _table
 from eformer._core import ImplicitArray
 from eformer._formats.arguments import FLOATS
-from eformer.errors import UnusedRuleWarning
+from eformer.errors import AlreadyQuantizedError, UnusedRuleWarning
 
 from .config import Axis, QuantizationConfig, QuantizationType, config_of, quantize_stack
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
+from .names import meant
 from .own import own_format
+from .stored import agree, differences
 
 SKIP = ("norms", "biases", "routers", "positions", "constants", "unsure")
 MIN_SIZE = 4096
@@ -48,9 +50,12 @@ def as_config(choice: Choice) -> QuantizationConfig | None:
     if own := own_format(choice):
         return own
     if not isinstance(choice, Mapping):
+        near = meant(choice)
         raise TypeError(
             f"a rule asks for {choice!r} of type {type(choice).__name__}; allowed are a format name, a "
             "QuantizationConfig, a mapping of its options, a class with `quantize`, a function, or None."
+            + f" Did you mean {near!r}?"
+            * bool(near)
         )
     allowed = [f.name for f in dataclasses.fields(QuantizationConfig)]
     unknown = sorted(set(choice) - set(allowed))
@@ -259,17 +264,9 @@ def _check_format(leaf: Leaf, wanted: QuantizationConfig) -> None:
     if found is None:
         return
     same = dataclasses.replace(wanted, axis=found.axis, use_kernel=found.use_kernel, simulate=False)
-    if found not in (same, _in_one_block(same, leaf.value.shape)):
-        names = [f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(same, f.name)]
-        told = [[n for n in names if n == "dtype" or n in c.format.options] for c in (wanted, found)]
-        asked, there = (
-            ", ".join(f"{n}={getattr(c, n)!s}" for n in own if getattr(c, n) is not None)
-            for own, c in zip(told, (wanted, found), strict=True)
-        )
-        raise ValueError(
-            f"{leaf.path!r} is quantized already, with {there}, and {asked} is asked for. Nothing is quantized twice: "
-            f"call dequantize_tree first, or keep it with a rule, {{{leaf.path!r}: None}}."
-        )
+    if not agree(found, same, leaf.value.shape) and found != _in_one_block(same, leaf.value.shape):
+        fix = f"call dequantize_tree first, or keep it with a rule, {{{leaf.path!r}: None}}."
+        raise AlreadyQuantizedError(repr(leaf.path), *differences(found, same), fix)
 
 
 def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> tuple[QuantizationConfig | None, str]:

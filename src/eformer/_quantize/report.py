@@ -110,6 +110,12 @@ def report(params: Any, original: Any = None) -> Report:
     found = [leaf for leaf in open_tree(params).leaves if isinstance(leaf.value, kinds)]
     found = [leaf for leaf in found if not jnp.issubdtype(leaf.value.dtype, jax.dtypes.extended)]  # no random keys
     before = {} if original is None else {leaf.path: leaf.value for leaf in open_tree(original).leaves}
+    if before and found and before.keys().isdisjoint(leaf.path for leaf in found):
+        here, there = (", ".join(map(repr, names)) for names in ([x.path for x in found[:3]], list(before)[:3]))
+        raise ValueError(
+            f"the model and the original have no path in common: {here} here, {there} there. Give the same part of "
+            "both, so that errors can be measured."
+        )
     seen: dict[int, str] = {}
     lines = []
     for leaf in found:

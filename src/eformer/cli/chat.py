@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from eformer.models import Memory, stream
 
 from ._commands import OK
-from .generate import PIECE, add_model, in_words, open_model
+from .generate import PIECE, add_model, in_words, open_model, warn_of_length
 
 _HELP = "An empty line is skipped; /reset forgets what was said, /exit or the end of the input leaves."
 
@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         said.append({"role": "user", "content": line})
         prompt, answer = model.tokenizer.encode(in_words(model, said), bare=True), ""
+        warn_of_length(model, len(prompt), options.tokens)
         for text, _ in stream(
             model, prompt, options.tokens, stop=options.stop, sampling=how, chunk=PIECE, memory=memory
         ):

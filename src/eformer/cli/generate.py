@@ -14,7 +14,7 @@ from eformer._formats.cache.array import FORMATS as CACHES
 from eformer._quantize.leaves import open_tree
 from eformer.models import Model, Sampling, chat_text, load, stream
 from eformer.models._llama_file import SMOLLM2, model_file
-from eformer.ops.quantization import quantize_tree
+from eformer.ops.quantization import QuantizationType, quantize_tree
 from eformer.ops.quantization import report as report_of
 from eformer.serialization.foreign.gguf import is_gguf
 
@@ -24,16 +24,8 @@ from .inspect import check_exists
 # name -> what `quantize_tree` takes; None keeps the weights as they are
 FORMATS: dict[str, Any] = {
     "f32": None,
-    "int8": "int8",
-    "fp8": "fp8",
-    "int4": "int4",
-    "iq4_nl": "iq4_nl",
-    "nvfp4": "nvfp4",
-    "mxfp4": "mxfp4",
-    "nf4": "nf4",
+    **{str(kind): str(kind) for kind in QuantizationType},
     "nf4 dq": {"dtype": "nf4", "double_quant": True},
-    "ternary": "ternary",
-    "binary": "binary",
 }
 # For files that do not bring a template: ChatML.
 _CHAT = (
@@ -74,7 +66,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", default="The ", help="the text to continue; - reads it from standard input")
+    parser.add_argument(
+        "--prompt", default="The ", help="the text to continue; - reads it from standard input (default: 'The ')"
+    )
     parser.add_argument("--chat", action="store_true", help="put the prompt into the words of a chat")
     add_json(parser)
 
@@ -83,10 +77,15 @@ def run(options: argparse.Namespace) -> int:
     """Generate, and print pieces of text as they come."""
     model, how = open_model(options)
     asked = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.chat and model.template is None and model.folder is not None:
+        raise WrongUse(
+            f"--chat: {model.folder} has no chat template; leave --chat out to continue the prompt as it is."
+        )
     words = in_words(model, [{"role": "user", "content": asked}]) if options.chat else asked
     prompt = model.tokenizer.encode(words, bare=options.chat)
     if not len(prompt) or not asked:
         raise WrongUse("--prompt is empty; give at least one character.")
+    warn_of_length(model, len(prompt), options.tokens)
     begun = time.perf_counter()
     made: list[int] = []
     written, seconds = "", []
@@ -124,14 +123,33 @@ def open_model(options: argparse.Namespace) -> tuple[Model, Sampling]:
     if FORMATS.get(options.format):
         model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[options.format]))
     if model.tokenizer is None:
-        raise Failure(
-            f"{path} has no tokenizer.json, or the package that reads it is missing: pip install 'eformer[models]'."
-        )
+        raise Failure(_without_tokenizer(path))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     try:
         return model, Sampling.of(model.defaults, **{name: getattr(options, name) for name in names})
     except (TypeError, ValueError) as err:
         raise WrongUse(str(err)) from err
+
+
+def _without_tokenizer(folder: Path) -> str:
+    if (folder / "tokenizer.json").is_file():
+        return "tokenizers are read by the package `tokenizers`, which is not installed: pip install 'eformer[models]'."
+    others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    made = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes one"
+    there = (
+        f", only {others[0]}, which is not read; {made}" if others else "; fetch it from where the weights came from"
+    )
+    return f"{folder} has no tokenizer.json{there}."
+
+
+def warn_of_length(model: Model, prompt: int, count: int) -> None:
+    """A text may get longer than what the model was trained on; then it gets worse, and somebody should know why."""
+    if (most := model.config.positions) and prompt + count > most:
+        print(
+            f"warning: a prompt of {prompt} tokens and up to {count} more are beyond the {most} positions of this "
+            f"model; what it writes there may be poor. --tokens {max(most - prompt, 1)} stays within.",
+            file=sys.stderr,
+        )
 
 
 def in_words(model: Model, messages: list[dict[str, str]]) -> str:

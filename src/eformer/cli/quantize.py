@@ -13,7 +13,7 @@ from eformer._quantize.own import imported
 from eformer._quantize.plan import MIN_SIZE, SKIP, Plan
 from eformer._quantize.tree import reporter
 from eformer._table import printable
-from eformer.errors import CheckpointError
+from eformer.errors import AlreadyQuantizedError, CheckpointError
 from eformer.ops.quantization import QuantizationType
 from eformer.serialization import GgufFile, StreamReport
 from eformer.serialization.streaming.quantize_file import open_source, plan_source, write_quantized
@@ -131,6 +131,11 @@ def run(options: argparse.Namespace) -> int:
     source = open_source(options.source)
     try:
         planned = plan_source(source, **from_options(options))
+    except AlreadyQuantizedError as err:
+        raise WrongUse(
+            f"{options.source}: {err.what} is quantized already, with {err.found}, and {err.asked} is asked for. "
+            f"Nothing is quantized twice: start from the dense checkpoint, or keep it: --rule {err.what[:-1]}=none'."
+        ) from err
     except (TypeError, ValueError) as err:
         raise WrongUse(str(err)) from err
     if options.dry_run:

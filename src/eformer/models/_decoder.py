@@ -101,6 +101,7 @@ class Config:
     logit_cap: float | None = None
     experts_per_token: int = 0
     normalize_experts: bool = True
+    positions: int = 0  # how many the model was trained for, where that is known
 
     def __post_init__(self) -> None:
         if not self.head_size:

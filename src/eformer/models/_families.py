@@ -176,6 +176,7 @@ def _config(read: _Reader, family: Family) -> Config:
         logit_cap=caps[1],
         experts_per_token=number("num_experts_per_tok", 1),
         normalize_experts=bool(given.get("norm_topk_prob", True)),
+        positions=number("max_position_embeddings") if given.get("max_position_embeddings") else 0,
     )
 
 

@@ -65,6 +65,7 @@ def config_of(notes: Mapping[str, Any], file: Any = None) -> Config:
         hidden=number("feed_forward_length"),
         rope_base=float(number("rope.freq_base", 10000.0)),
         epsilon=float(number("attention.layer_norm_rms_epsilon", 1e-5)),
+        positions=int(number("context_length")) if "llama.context_length" in notes else 0,
     )
 
 

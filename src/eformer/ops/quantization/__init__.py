@@ -30,6 +30,7 @@ from eformer._quantize import report as report
 from eformer._quantize import size as size
 from eformer._quantize.config import QuantizationConfig as QuantizationConfig
 from eformer._quantize.config import QuantizationType as QuantizationType
+from eformer._quantize.config import dequantize as dequantize
 from eformer._quantize.config import quantize as quantize
 from eformer._quantize.config import straight_through as straight_through
 from eformer.errors import ShardingError as ShardingError

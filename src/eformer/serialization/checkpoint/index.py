@@ -277,6 +277,9 @@ def _find(path: Path) -> Path:
         return _find_in(path)
     if not path.exists() and index_path(path).exists():
         return index_path(path)
+    if path.suffix == ".json" and not path.name.endswith(INDEX_SUFFIX):
+        what = "holds no tensors: of JSON files only an index (*.index.json) stands for a checkpoint."
+        raise CheckpointError(what, file=path, fix=f"Name the weights, or the folder: {path.parent}.")
     return path
 
 

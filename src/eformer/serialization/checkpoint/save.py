@@ -46,7 +46,7 @@ def save(
     ...     load(file)
     {'layers': [Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32)]}
     """
-    path = Path(path)
+    path = checked_path(path, tree)
     extra = checked_metadata(metadata)
     check_target(path)
     with about(path):
@@ -58,6 +58,15 @@ def save(
         with about(file.path):
             write_file(file.path, tensors, file.metadata, lambda name, sources=sources: host(sources[name], name))
     return commit(path, contents, files, extra)
+
+
+def checked_path(path: Any, tree: Any) -> Path:
+    """The file, if the arguments are in their order."""
+    if not isinstance(path, (str, os.PathLike)):
+        swapped = isinstance(tree, (str, os.PathLike))
+        order = f"; the two are the other way round: save({tree!r}, tree)" * swapped
+        raise TypeError(f"save(path, tree) takes the file first, got a {type(path).__name__}{order}.")
+    return Path(path)
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:

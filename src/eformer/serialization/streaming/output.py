@@ -35,6 +35,14 @@ class Journal:
     def __init__(self, target: Path, run: str):
         self.path = target.with_name(f".{target.name}.journal")
         self._descriptor = self._locked(target)
+        try:
+            self._begin(run)
+        except BaseException:
+            self.close()  # nobody else can, and the lock would be held as long as the process lives
+            raise
+
+    def _begin(self, run: str) -> None:
+        """Read what an earlier run wrote, or start anew."""
         found = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).split(b"\n")
         self.continues = found[0] == run.encode() and len(found) > 1
         counts = [int(line) for line in found[1:-1] if line.isdigit() and len(line) < 16] if self.continues else []
@@ -96,9 +104,13 @@ class Output:
             self._parts.append(_Part(file, self._parts[-1].end if self._parts else 0))
         self._owners = {tensor: part for part in self._parts for tensor in part.entries}
         self._journal = Journal(target, run)
-        if not self._journal.continues:
-            _discard_parts(target)
-        self.done = self._usable(min(self._journal.done, len(contents.leaves)))
+        try:
+            if not self._journal.continues:
+                _discard_parts(target)
+            self.done = self._usable(min(self._journal.done, len(contents.leaves)))
+        except BaseException:
+            self._journal.close()
+            raise
         self._synced = time.monotonic()
 
     def _usable(self, done: int) -> int:

@@ -1,0 +1,244 @@
+"""Mistakes that new users make: each is refused, or taken as it was meant, and the message says what to write."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eformer as ef
+from eformer.cli import main
+from eformer.errors import AlreadyQuantizedError, CheckpointError
+from eformer.serialization.streaming.output import Journal
+
+ALL = [str(kind) for kind in ef.QuantizationType]
+
+
+@pytest.fixture
+def w(key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (128, 64))
+
+
+# -- quantizing what is quantized --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_array_quantized_already_is_not_rounded_again(w, kind):
+    q = ef.quantize(w, dtype=kind)
+    assert ef.quantize(q, dtype=kind) is q
+    assert ef.implicit(lambda q: ef.quantize(q, dtype=kind))(q).format == q.format
+    np.testing.assert_array_equal(ef.straight_through(q, dtype=kind), q.materialize())
+    other = "int8" if kind != "int8" else "nf4"
+    with pytest.raises(AlreadyQuantizedError, match=rf"with dtype={kind}.*dtype={other}(.|\n)*dequantize\(q\)"):
+        ef.quantize(q, dtype=other)
+
+
+def test_other_options_count_as_another_way(w, key):
+    q = ef.quantize(w, dtype="nf4", block_size=32)
+    with pytest.raises(AlreadyQuantizedError, match=r"with block_size=32, and block_size=64 is asked for"):
+        ef.quantize(q, dtype="nf4")
+    with pytest.raises(AlreadyQuantizedError, match=r"axis=-2.*axis=-1"):
+        ef.quantize(q, dtype="nf4", block_size=32, axis=-1)
+    assert ef.quantize(q, dtype="nf4", block_size=32, axis=0) is q
+    with pytest.raises(AlreadyQuantizedError, match="quantized already"):
+        ef.implicit(lambda q: ef.quantize(q, dtype="int8"))(q)
+    with pytest.raises(AlreadyQuantizedError, match="LoraArray"):
+        ef.quantize(ef.add_lora({"w": q}, "*", 4, key)["w"], dtype="nf4")
+
+
+def test_dequantize(w):
+    q = ef.quantize(w, dtype="int8")
+    np.testing.assert_array_equal(ef.dequantize(q), q.materialize())
+    assert ef.dequantize(q, jnp.bfloat16).dtype == jnp.bfloat16
+    assert ef.dequantize(w) is w
+    with pytest.raises(TypeError, match="dequantize_tree"):
+        ef.dequantize({"w": q})
+
+
+# -- blocks longer than the axis ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int4", "int8"])
+@pytest.mark.parametrize(("rows", "asked", "cut"), [(256, 512, 256), (100, 512, 128), (64, 64, 64), (100, 128, 128)])
+def test_a_block_is_not_longer_than_needed(key, kind, rows, asked, cut):
+    w = jax.random.normal(key, (rows, 24))
+    q = ef.quantize(w, dtype=kind, block_size=asked)
+    assert q.block_size == cut
+    long = type(q).quantize(w, asked) if kind == "nf4" else type(q).quantize(w, int(kind[3:]), asked)
+    np.testing.assert_array_equal(q.materialize(), long.materialize())
+    assert q.nbytes <= long.nbytes
+    assert ef.quantize(q, dtype=kind, block_size=asked) is q
+
+
+def test_models_with_short_axes_can_be_quantized_again(key):
+    params = {"kernel": jax.random.normal(key, (100, 256))}
+    once = ef.quantize_tree(params, {"*": {"dtype": "nf4", "block_size": 512}})
+    again = ef.quantize_tree(once, {"*": None}, default=None)
+    assert again["kernel"] is once["kernel"]
+    assert once["kernel"].bits_per_weight < 6
+    with pytest.warns(ef.errors.UnusedRuleWarning, match="quantized already"):
+        ef.quantize_tree(once, {"*": {"dtype": "nf4", "block_size": 512}})
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_gradient_through_quantize_is_zero_in_every_format(w, kind):
+    """It is a step function. `straight_through` trains, and so does what people write by hand."""
+    x = jnp.ones((2, 128))
+
+    def loss(w):
+        return jnp.sum(x @ ef.quantize(w, dtype=kind))
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w), jnp.zeros_like(w))
+    trained = jax.grad(lambda w: jnp.sum(x @ ef.straight_through(w, dtype=kind)))(w)
+    np.testing.assert_array_equal(trained, jnp.full_like(w, 2))
+    by_hand = jax.grad(lambda w: jnp.sum(x @ (w + jax.lax.stop_gradient(ef.quantize(w, dtype=kind).materialize() - w))))
+    np.testing.assert_array_equal(by_hand(w), jnp.full_like(w, 2))
+
+
+def test_what_is_not_differentiated_may_be_quantized_inside(w):
+    def loss(x, w):
+        return jnp.sum((x @ ef.quantize(w, dtype="nf4")) ** 2)
+
+    x = jnp.ones((2, 128))
+    dense = ef.quantize(w, dtype="nf4").materialize()
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x, w), jax.grad(lambda x: jnp.sum((x @ dense) ** 2))(x), 1e-4)
+
+
+# -- pieces of a packed axis -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_slice_inside_of_a_block_decodes_only_the_blocks_it_touches(key, kind):
+    q = ef.quantize(jax.random.normal(key, (512, 48)), dtype=kind, axis=-2)
+    dense = np.asarray(q.materialize())
+    with ef.materialization_policy("error"):
+        found = ef.explain(lambda q: (q[3], q[-1], q[300, 5:9]))(q)
+    for got, want in zip(found.result, (dense[3], dense[-1], dense[300, 5:9]), strict=True):
+        np.testing.assert_array_equal(np.asarray(ef.materialize(got)), want)
+    with ef.materialization_policy("allow"):
+        found = ef.explain(ef.implicit(lambda q: (q[:10], q[70:91:3, 1::2], q[1:511])))(q)
+    for got, want in zip(found.result, (dense[:10], dense[70:91:3, 1::2], dense[1:511]), strict=True):
+        np.testing.assert_array_equal(np.asarray(ef.materialize(got)), want)
+    bounds = [10 * 48 * 4, 21 * 24 * 4, 512 * 48 * 4]
+    for event, bound in zip(found.materializations, bounds, strict=False):
+        assert event.dense_bytes <= max(bound, 64 * 48 * 4 * 2)
+    if q.blocked is not None:
+        assert found.materializations
+
+
+def test_a_matrix_cut_out_of_blocks_is_still_under_the_policy(key):
+    q = ef.quantize(jax.random.normal(key, (512, 48)), dtype="nf4")
+    with ef.materialization_policy("error"), pytest.raises(ef.errors.MaterializationError, match=r"\[64,48\].*slice"):
+        q[:10]
+
+
+# -- arguments that make no sense --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("INT8", "int8"),
+        ("nf-4", "nf4"),
+        ("ternery", "ternary"),
+        ("float8_e4m3fn", "fp8"),
+        ("4bit", "nf4"),
+        (jnp.int8, "int8"),
+        (np.dtype("int8"), "int8"),
+        (jnp.int4, "int4"),
+        (jnp.float8_e5m2, "fp8_e5m2"),
+    ],
+)
+def test_did_you_mean(w, name, meant):
+    with pytest.raises(ValueError, match=rf"Did you mean '{meant}'\?"):
+        ef.quantize(w, dtype=name)
+    with pytest.raises((ValueError, TypeError), match=rf"Did you mean '{meant}'\?"):
+        ef.quantize_tree({"kernel": w}, {"*": name}, donate=False)
+
+
+@pytest.mark.parametrize("name", ["int7", "float32", 8, None])
+def test_nothing_is_guessed_without_a_reason(name):
+    with pytest.raises(ValueError, match="Unsupported quantization type") as caught:
+        ef.QuantizationConfig(name)  # pyright: ignore[reportArgumentType]
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("params", ["model.safetensors", Path("model.safetensors"), None])
+@pytest.mark.parametrize("function", [ef.quantize_tree, ef.dequantize_tree, ef.report, ef.plan_tree, ef.size])
+def test_a_file_or_nothing_is_no_model(function, params):
+    with pytest.raises(TypeError, match=r"quantize_file\(source, target\)"):
+        function(params)
+
+
+def test_implicit_of_something_else(w):
+    for wrong in (3, w, ef.quantize(w)):
+        with pytest.raises(TypeError, match=r"implicit wraps a function(.|\n)*implicit\(f\)\(x, q\)"):
+            ef.implicit(wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_save_with_its_arguments_the_other_way_round(w, tmp_path):
+    with pytest.raises(TypeError, match=r"the other way round: save\('here.safetensors', tree\)"):
+        ef.save({"w": w}, "here.safetensors")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="takes the file first, got a dict"):
+        ef.save({"w": w}, {"w": w})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_rank_larger_than_the_matrix(key):
+    params = {"small": {"kernel": jnp.ones((64, 8))}, "large": {"kernel": jnp.ones((64, 64))}}
+    with pytest.raises(ValueError, match=r"rank=16 is more than 'small/kernel' of shape \(64, 8\) can have, 8"):
+        ef.add_lora(params, "*", 16, key)
+    made = ef.add_lora(params, {"small/kernel": 4, "*": 16}, key=key)
+    assert (made["small"]["kernel"].rank, made["large"]["kernel"].rank) == (4, 16)
+
+
+def test_a_report_against_another_tree(w):
+    q = ef.quantize_tree({"up": {"kernel": w}}, donate=False)
+    with pytest.raises(ValueError, match="no path in common: 'up/kernel' here, 'params/up/kernel' there"):
+        ef.report(q, {"params": {"up": {"kernel": w}}})
+    assert ef.report(q, {"up": {"kernel": w}}).leaves[0].relative_error is not None
+
+
+def test_dir_lists_what_is_for_users():
+    shown = [name for name in dir(ef) if not name.startswith("__")]
+    assert set(shown) == set(ef._HOMES)  # pyright: ignore[reportPrivateUsage]
+    assert "__version__" in dir(ef)
+
+
+# -- files and the command line ----------------------------------------------------------------------------------------
+
+
+def test_json_is_no_checkpoint(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path / "config.json")]) == 1
+    assert "of JSON files only an index" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        ef.load(tmp_path / "config.json")
+
+
+def test_the_command_line_speaks_its_own_language(w, tmp_path, capsys):
+    file = ef.save(tmp_path / "q.safetensors", {"a": {"kernel": ef.quantize(w, dtype="int8")}})
+    assert main(["quantize", str(file), str(tmp_path / "r.safetensors"), "--format", "int4"]) == 2
+    said = capsys.readouterr().err
+    assert "with dtype=int8" in said
+    assert "--rule 'a/kernel=none'" in said
+    assert "dequantize_tree" not in said
+
+
+def test_a_journal_that_cannot_be_begun_lets_go_of_its_lock(tmp_path, monkeypatch):
+    target = tmp_path / "out.safetensors"
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            Journal(target, "run")
+    Journal(target, "run").close()
