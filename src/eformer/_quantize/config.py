@@ -22,7 +22,7 @@ from eformer._jax import traces
 
 from .names import QuantizationType as QuantizationType
 from .names import known_type
-from .stored import behind, fitted, is_packed, unchanged
+from .stored import behind, is_packed, unchanged
 
 Axis = int | tuple[int, ...] | None
 
@@ -251,7 +251,6 @@ def quantize(
             "mxfp4", "mxfp8", "mxfp8_e5m2", "nvfp4" or "iq4_nl".
         block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
             INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
-            A block twice as long as the axis or longer is halved until it is not, which changes no value.
         simulate: give a dense array with quantized values and straight-through gradients instead.
         axis: the axis values are packed or scaled along; each format has its default.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
@@ -299,7 +298,7 @@ def dequantize(array: Any, dtype: Any = None) -> jax.Array:
 
 
 def _encoded(array: jax.Array, config: QuantizationConfig) -> Any:
-    made = config.format.encode(array, fitted(config, getattr(array, "shape", ())))
+    made = config.format.encode(array, config)
     return made if config.use_kernel else made.replaced(use_kernel=False)
 
 

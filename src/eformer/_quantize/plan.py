@@ -27,7 +27,7 @@ from .config import Axis, QuantizationConfig, QuantizationType, config_of, quant
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 from .names import meant
 from .own import own_format
-from .stored import agree, differences
+from .stored import agree, differences, fitted
 
 SKIP = ("norms", "biases", "routers", "positions", "constants", "unsure")
 MIN_SIZE = 4096
@@ -283,7 +283,7 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
             axes = [*axes[1:], axes[0]]
     dense = nbytes_of(value)
     for config in (dataclasses.replace(wanted, axis=a) for a in axes):
-        for candidate in (config, _in_one_block(config, value.shape)):
+        for candidate in (fitted(config, value.shape), _in_one_block(config, value.shape)):
             nbytes = None if wanted.simulate else _stored_nbytes(candidate, role.batch, value.shape, value.dtype.name)
             if nbytes is None or nbytes < dense:
                 return candidate, f"role: {role.kind}"
