@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eformer import models as models
     from eformer import ops as ops
     from eformer import serialization as serialization
+    from eformer._calibrate import calibrate as calibrate
     from eformer._formats.base import Part as Part
     from eformer._formats.base import QuantizedArray as QuantizedArray
     from eformer._formats.cache.array import QuantizedCache as QuantizedCache
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 # The block above for the interpreter; a test compares the two.
 _NAMES = {
     "eformer": "errors integrations jaximus models ops serialization",
+    "eformer._calibrate": "calibrate",
     "eformer._formats.base": "Part QuantizedArray",
     "eformer._formats.cache.array": "QuantizedCache",
     "eformer._quantize.statistics": "Statistics",

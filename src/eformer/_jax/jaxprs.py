@@ -10,7 +10,7 @@ from jax.extend import core as _ext
 from jax.extend import linear_util as _linear_util
 from jax.interpreters import ad
 
-from .traces import bind_at
+from .traces import bind_at, bind_params
 
 
 def jaxpr_function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -145,3 +145,47 @@ def symbolic_zero(aval: Any) -> Any:
 def instantiated(tangent: Any) -> Any:
     """Zeros in full, for rules that did not ask to see symbolic ones."""
     return ad.instantiate_zeros(ad.Zero(tangent.aval)) if is_symbolic_zero(tangent) else tangent
+
+
+# -- programs, an equation at a time -----------------------------------------------------------------------------------
+
+
+def constants(jaxpr: Any) -> Sequence[Any]:
+    """The arrays that a traced function closed over."""
+    return getattr(jaxpr, "consts", ())
+
+
+def computed(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
+    """One equation, computed."""
+    return primitive.bind(*values, **bind_params(primitive, params))
+
+
+def evaluate(
+    jaxpr: Any,
+    values: Sequence[Any],
+    visit: Callable[[Any, list[Any], dict[str, Any]], Any],
+    consts: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The results of a jaxpr, open or closed, where `visit(primitive, operands, params)` computes each equation.
+
+    Values may be anything that `visit` understands. `consts` stand for the constants, which come as they are otherwise.
+    """
+    program, consts = getattr(jaxpr, "jaxpr", jaxpr), constants(jaxpr) if consts is None else consts
+    inputs = getattr(program, "all_invars", None) or [*program.constvars, *program.invars]
+    env = dict(zip(inputs, [*consts, *values], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, _ext.Literal) else env[atom]
+
+    for eqn in program.eqns:
+        with eqn.ctx.manager:
+            out = visit(eqn.primitive, list(map(read, eqn.invars)), eqn.params)
+        env.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
+    return list(map(read, program.outvars))
+
+
+def unchanged(jaxpr: Any) -> set[tuple[int, int]]:
+    """Which results of a jaxpr are its arguments, as pairs (result, argument)."""
+    program = getattr(jaxpr, "jaxpr", jaxpr)
+    place = {id(var): at for at, var in enumerate(program.invars)}
+    return {(at, place[id(atom)]) for at, atom in enumerate(program.outvars) if id(atom) in place}

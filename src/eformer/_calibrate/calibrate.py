@@ -1,0 +1,122 @@
+"""`calibrate`: run a model on batches and record what its matrices are multiplied with.
+
+The function is traced to a program, as `jax.jit` does, and the program is run with further results: see `frame`. So the
+model sees ordinary arrays, no value leaves a loop by another way than as its result, and every framework is the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eformer._core import ImplicitArray
+from eformer._formats.arguments import FLOATS
+from eformer._quantize.leaves import Tree, open_tree
+from eformer._quantize.plan import Rules
+from eformer._quantize.statistics import Statistics
+from eformer._quantize.tree import Progress, Reporter, reporter
+from eformer.errors import CalibrationError
+
+from .accumulate import Accumulator
+from .model import Model
+
+
+def calibrate(
+    forward: Callable[[Any, Any], Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    rules: Any = None,
+    diagonal_only: bool = False,
+    directory: str | os.PathLike[str] | None = None,
+    progress: Reporter | bool | None = False,
+) -> Statistics:
+    """Run `forward(params, batch)` on every batch and record the second moment of what each matrix is multiplied with.
+
+    Any model will do: plain functions, Linen, NNX and Equinox modules, Haiku. `forward` is traced as `jax.jit` traces
+    it; scans, loops, branches, `vmap`, `remat`, `shard_map` and inner `jit`s are looked into. Statistics are per layer
+    of a stack that is scanned, indexed or mapped, and per expert of batched and grouped products.
+
+    Observed are the floating-point matrices of `params`; quantized leaves take part and are not observed. A leaf that
+    no product uses is named in a warning; one that is only looked up, as embeddings are, needs no statistics.
+
+    Args:
+        forward: what it returns is not used.
+        params: the model or its parameters.
+        batches: any iterable; arrays in a batch are traced, other leaves are constants. Each new shape is compiled.
+        rules: which leaves to observe. Rules as for `quantize_tree`: a leaf that a rule keeps (None) is not observed. A
+            pattern, or a list of patterns: only what they match is.
+        diagonal_only: only sums of squares and no whole moments, which are cheaper and smaller.
+        directory: an empty folder, made if it is not there, that holds the numbers, memory mapped; `Statistics.load`
+            opens it again.
+        progress: called with a `Progress` after each batch; True for a bar.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"w": jnp.ones((2, 3))}
+    >>> stats = calibrate(lambda p, x: x @ p["w"], params, [jnp.array([[1.0, 2.0], [3.0, 4.0]])])
+    >>> stats["w"].moment
+    array([[10., 14.],
+           [14., 20.]])
+    """
+    if isinstance(batches, Mapping):
+        raise TypeError("batches is a mapping, which looks like one batch; give a list of batches: [batch].")
+    tree = open_tree(params)
+    model = Model(forward, tree, _observed(tree, rules), diagonal_only)
+    sums = Accumulator(tree, None if directory is None else _empty(directory))
+    number, done = 0, 0
+    count = len(batches) if isinstance(batches, Sized) else None
+    with reporter(progress, "calibrating") as tell:
+        for number, batch in enumerate(batches, start=1):
+            for found in model.run(batch):
+                sums.add(found, number - 1)
+            done += sum(x.nbytes for x in jax.tree.leaves(batch) if hasattr(x, "nbytes"))
+            tell(Progress(f"batch {number}", done, done if count is None else done * count // number))
+    if not number:
+        raise CalibrationError("there are no batches: give at least one (is an iterator used up?).")
+    model.warn(sums.seen)
+    return sums.statistics(model.observed, model.first)
+
+
+def _observed(tree: Tree, rules: Any) -> dict[int, str]:
+    """The leaves to observe, by their number, with their paths."""
+    wanted = _wanted(rules, [leaf.path for leaf in tree.leaves])
+    found = {}
+    for number, leaf in enumerate(tree.leaves):
+        value = leaf.value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError(f"{leaf.path!r} is a jax.ShapeDtypeStruct, which has no values to run a model with.")
+        if isinstance(value, ImplicitArray) or not hasattr(value, "dtype") or value.dtype.name not in FLOATS:
+            continue
+        if value.ndim >= 2 and 0 not in value.shape and wanted(leaf.path):
+            found[number] = leaf.path
+    if not found:
+        raise CalibrationError(
+            "params holds no floating-point matrix" + (f" that rules={rules!r} ask for." if rules is not None else ".")
+        )
+    return found
+
+
+def _wanted(rules: Any, paths: Sequence[str]) -> Callable[[str], bool]:
+    if rules is None:
+        return lambda path: True
+    patterns: Any = [rules] if isinstance(rules, str) else rules
+    if isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns):
+        only = Rules([(pattern, "nf4") for pattern in patterns])
+        unused = only.unused(paths)
+        if unused:
+            raise CalibrationError(f"{unused[0]}; paths look like {', '.join(map(repr, list(paths)[:3]))}.")
+        return lambda path: only.first(path) is not None
+    ordered = Rules(patterns)
+    return lambda path: (rule := ordered.first(path)) is None or rule.config is not None
+
+
+def _empty(directory: str | os.PathLike[str]) -> Path:
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    if any(place.iterdir()):
+        raise CalibrationError(f"directory={str(directory)!r} is not empty; give a new one, or delete what is in it.")
+    return place
