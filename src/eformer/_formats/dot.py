@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._core import materialize_handler, register
+from eformer._core import register
 from eformer._core.materialization import decode
 from eformer._core.trace import switches
 from eformer._jax import avals
@@ -26,7 +26,6 @@ from eformer._record import record
 from . import offsets as _offsets
 from . import shapes as _shapes
 from .base import QuantizedArray
-from .gradients import product
 
 switches.append(kernel_switches)
 
@@ -50,12 +49,12 @@ class Plan:
 
 @register("dot_general")
 def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
-    return _differentiable(primitive, lhs, rhs, False, params)
+    return _dot_general(primitive, lhs, rhs, False, params)
 
 
 @register("dot_general")
 def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
-    return _differentiable(primitive, rhs, lhs, True, params)
+    return _dot_general(primitive, rhs, lhs, True, params)
 
 
 @register("dot_general")
@@ -64,15 +63,6 @@ def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, *
     if lhs.size <= rhs.size:
         return dot_general_right(primitive, lhs.materialize(), rhs, **params)
     return dot_general_left(primitive, lhs, rhs.materialize(), **params)
-
-
-def _differentiable(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any]) -> Any:
-    return product(
-        lambda x, q: _dot_general(primitive, x, q, q_first, params),
-        lambda x, q: materialize_handler(primitive, *((q, x) if q_first else (x, q)), params=params),
-        x,
-        q,
-    )
 
 
 def _dot_general(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any]) -> Any:
@@ -149,8 +139,7 @@ def _flattened(q: Any, low: int, ends: Sequence[int]) -> Any:
             start = end
         return jnp.broadcast_to(array, shape).reshape(*merged, *array.shape[start:])
 
-    parts = {p.field: None if (array := q.part(p)) is None else flat(array) for p in q.parts}
-    return q.moved(parts, None if q.blocked is None else -1, sharding=None)
+    return _shapes.rebuilt(q, lambda part, array: flat(array), None if q.blocked is None else 0, 1, sharding=None)
 
 
 def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> Any:
@@ -175,7 +164,8 @@ def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
     def product(out: Any) -> jax.Array:
         return qmatmul(
             x, codes, scale, fmt=matrix.kernel_format, form=form, cols=matrix.shape[-1], block=matrix.kernel_block,
-            preference="auto" if matrix.use_kernel else "xla", **{**options, "out_dtype": out},
+            preference="auto" if matrix.use_kernel else "xla", by_scale=matrix.carries_factor,
+            **{**options, "out_dtype": out},
         )  # fmt: skip
 
     offset = matrix.kernel_offset
@@ -224,13 +214,7 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
 def ragged_dot_general(
     primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    return product(
-        lambda x, q, sizes: _ragged_dot(x, q, sizes, params),
-        lambda x, q, sizes: materialize_handler(primitive, x, q, sizes, params=params),
-        lhs,
-        rhs,
-        group_sizes,
-    )
+    return _ragged_dot(lhs, rhs, group_sizes, params)
 
 
 def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
@@ -262,6 +246,7 @@ def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any
         return qragged_dot(
             x, codes, scale, group_sizes, fmt=q.kernel_format, form=form, cols=q.shape[-1], block=q.kernel_block,
             out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
+            by_scale=q.carries_factor,
         )  # fmt: skip
 
     out, offset = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype), q.kernel_offset

@@ -2,22 +2,21 @@
 
 All values decoded from an array pass its scale, so it is enough to guard that. `q * a` multiplies the scale by `a`,
 whose gradient is an ordinary one: the stored scale is guarded before the factor touches it, and their product is a
-`FactoredScale`. In second derivatives of a product the gradient is refused.
+`FactoredScale`. Products take it with `by_scale`, and then have a derivative in their scale.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from eformer._core import ImplicitArray
-from eformer._jax import jaxprs, traces
+from eformer._jax import traces
 from eformer._kernels.operation import NO_GRADIENT
 from eformer.errors import QuantizedGradientError
 
@@ -77,46 +76,3 @@ class FactoredScale(ImplicitArray, frozen=True, warn_on_materialize=False):
 
     def materialize(self) -> jax.Array:
         return self.value
-
-
-class _Declined(Exception):
-    """The quick product does not exist for these operands."""
-
-
-def product(fast: Callable[..., Any], dense: Callable[..., Any], x: Any, q: Any, *rest: Any) -> Any:
-    """`fast(x, q, *rest)`, whose derivative with respect to a factor in the scale of `q` is taken through `dense`.
-
-    Both are linear in x and in the scale. `fast` keeps the codes and has a derivative in x only.
-    """
-    if not q.carries_factor:
-        return fast(x, q, *rest)
-    linear = [p.field for p in q.parts if p.is_scale or (p.is_offset and q.part(p) is not None)]
-    stored = {p.field: getattr(q, p.field) for p in q.parts if p.field not in linear}
-
-    # Everything traced is an argument: what a rule closes over may belong to a trace that is gone when it runs.
-    @jax.custom_jvp
-    def run(x: Any, factored: Any, stored: Any, rest: Any) -> Any:
-        out = fast(x, q.replaced(**stored, **factored), *rest)
-        if out is NotImplemented:
-            raise _Declined
-        return out
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        x, factored, stored, rest = primals
-        terms = []
-        if not jaxprs.is_symbolic_zero(tangents[0]):
-            terms.append(run(tangents[0], factored, stored, rest))
-        if not all(map(jaxprs.is_symbolic_zero, tangents[1].values())):
-            changes = {
-                name: jnp.zeros_like(factored[name]) if jaxprs.is_symbolic_zero(tangent) else tangent
-                for name, tangent in tangents[1].items()
-            }
-            terms.append(dense(x, q.with_factor(changes.pop(q.scale_part.field), **changes, **stored), *rest))
-        y = run(*primals)
-        return y, sum(terms[1:], terms[0]) if terms else jaxprs.symbolic_zero(jax.typeof(y))
-
-    run.defjvp(rule, symbolic_zeros=True)
-    try:
-        return run(x, {p.field: q.part(p) for p in q.parts if p.field in linear}, stored, rest)
-    except _Declined:
-        return NotImplemented

@@ -20,6 +20,7 @@ from .matmul import PRODUCT, on_floats, product_sharded_like, with_scales
 from .operation import Operation, one_after_another
 from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
 from .partition import split_groups
+from .scale_gradient import scale_gradient_of_groups
 from .select import Candidate, anything
 
 
@@ -103,4 +104,5 @@ GROUPED_PRODUCT = Operation(
     batch=one_after_another,  # groups of different programs do not line up
     split=split_groups,
     sharded_like=product_sharded_like,
+    scale_gradient=scale_gradient_of_groups,
 )

@@ -1,7 +1,7 @@
 """Products with a stored matrix.
 
 `qmatmul` is linear in x, so its derivative is itself and its transpose is the other form: the backward pass decodes the
-codes again and nothing dense is kept between the passes.
+codes again and nothing dense is kept between the passes. It is linear in the scale, too (`by_scale`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .parameters import (
     result_dtype,
 )
 from .partition import split_product
+from .scale_gradient import scale_gradient
 from .select import Candidate, Choice, anything
 
 
@@ -236,4 +237,5 @@ PRODUCT = Operation(
     sharded_like=product_sharded_like,
     arrange=_in_one_axis_of_rows,
     fold=_fold_scale,
+    scale_gradient=scale_gradient,
 )  # fmt: skip

@@ -45,7 +45,9 @@ class Operation:
     take, and the result back. `split` computes a part of a program that XLA cuts up for several devices. `sharded_like`
     gives, for every axis of the result, where its explicit sharding comes from. `derivative` is "linear" (in the first
     operand; the transpose is the other form), "refused", or a rule of its own. A product that rounds its first operand
-    has the derivative of the one that does not; `fold` prepares the transpose of one whose gradient is rounded.
+    has the derivative of the one that does not; `fold` prepares the transpose of one whose gradient is rounded. What is
+    linear in the scale as well has `scale_gradient`: the gradient with respect to it, given the parameters, the
+    gradient of the result, the other operands and the type of the scale.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Operation:
     derivative: str | Callable[..., tuple[Any, Any]] = "linear"
     fold: Callable[..., Any] = lambda parameters, ct, *others: (ct, *others)
     multiple_results: bool = False
+    scale_gradient: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         self.primitive = Primitive(f"eformer_{self.name}")
@@ -105,22 +108,32 @@ class Operation:
         return types if self.multiple_results else types[0]
 
     def _jvp(self, primals: Any, tangents: Any, *, parameters: Parameters) -> tuple[Any, Any]:
-        first = int(self.derivative == "linear")
-        for what, tangent in zip(self.operands[first:], tangents[first:], strict=False):
-            if not isinstance(tangent, ad.Zero):
+        linear = {"x"} if self.derivative == "linear" else set[str]()
+        if parameters.by_scale and self.scale_gradient is not None:
+            linear.add("scale")
+        y, changes = self.bind(parameters, *primals, announced=True), []
+        for i, (what, tangent) in enumerate(zip(self.operands, tangents, strict=False)):
+            if isinstance(tangent, ad.Zero):
+                continue
+            if what not in linear:
                 raise QuantizedGradientError(NO_GRADIENT.format(what=what, fmt=parameters.fmt))
-        y = self.bind(parameters, *primals, announced=True)
-        if not first or isinstance(tangents[0], ad.Zero):
-            return y, ad.Zero(jax.typeof(y).to_tangent_aval())
-        others = primals[1 : len(self.operands)]  # without the scale of x
-        return y, self.bind(parameters.linear(), tangents[0], *others, announced=True)
+            held = primals[: len(self.operands)]  # without the scale of x
+            changes.append(self.bind(parameters.linear(), *held[:i], tangent, *held[i + 1 :], announced=True))
+        return y, sum(changes[1:], changes[0]) if changes else ad.Zero(jax.typeof(y).to_tangent_aval())
 
-    def _transpose(self, ct: Any, x: Any, *others: Any, parameters: Parameters) -> list[Any]:
-        nothing = [None] * len(others)
+    def _transpose(self, ct: Any, *operands: Any, parameters: Parameters) -> list[Any]:
+        """Of the operand that is not known, which is x, or the scale."""
+        found: list[Any] = [None] * len(operands)
+        at = next(i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand))
         if isinstance(ct, ad.Zero):
-            return [ad.Zero(x.aval), *nothing]
-        transposed = parameters.transposed(x.aval.dtype)
-        return [self.bind(transposed, *self.fold(transposed, ct, *others)), *nothing]
+            found[at] = ad.Zero(operands[at].aval)
+        elif at == 0:
+            transposed = parameters.transposed(operands[0].aval.dtype)
+            found[0] = self.bind(transposed, *self.fold(transposed, ct, *operands[1:]))
+        else:
+            assert self.scale_gradient is not None  # or it would have been refused
+            found[at] = self.scale_gradient(parameters, ct, *operands[:at], operands[at].aval)
+        return found
 
     def _batched(self, operands: Any, dims: Any, *, parameters: Parameters) -> tuple[Any, Any]:
         return self.batch(functools.partial(self.bind, parameters, announced=True), parameters, operands, dims)

@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     preference: str
     activations: str | None
     backward: str | None
+    by_scale: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Parameters:
 
     `form` is "dot" or "axpy" for products, else the name of what is done: "lookup", "encode". `activations` says what x
     is rounded to before a product, `backward` what the gradient of its result is rounded to (see `activations.py`).
+    `by_scale` says that the scale may be differentiated.
     """
 
     fmt: str
@@ -54,6 +56,7 @@ class Parameters:
     preference: str = "auto"
     activations: str | None = None
     backward: str | None = None
+    by_scale: bool = False
 
     @property
     def format(self) -> Format:
@@ -167,6 +170,7 @@ def parameters_of(
     preference: str = "auto",
     activations: str | None = None,
     backward: str | None = None,
+    by_scale: bool = False,
 ) -> Parameters:
     """Check the options of a product against the storage. The result has the dtype of x unless `out_dtype` is given."""
     one_of("fmt", fmt, FORMATS)
@@ -177,7 +181,9 @@ def parameters_of(
     block = check_storage(fmt, codes, scale, cols, block)
     out_dtype = result_dtype(x) if out_dtype is None else out_dtype
     precision = tuple(precision) if isinstance(precision, list) else precision
-    return Parameters(fmt, form, cols, block, np.dtype(out_dtype), precision, preference, activations, backward)
+    return Parameters(
+        fmt, form, cols, block, np.dtype(out_dtype), precision, preference, activations, backward, by_scale
+    )
 
 
 def result_dtype(x: Any) -> Any:
