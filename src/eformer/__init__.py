@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from eformer import ops as ops
     from eformer import serialization as serialization
     from eformer._calibrate import calibrate as calibrate
+    from eformer._calibrate.bits import plan_bits as plan_bits
+    from eformer._calibrate.distill import distill as distill
+    from eformer._calibrate.evaluate import evaluate as evaluate
     from eformer._formats.base import Part as Part
     from eformer._formats.base import QuantizedArray as QuantizedArray
     from eformer._formats.cache.array import QuantizedCache as QuantizedCache
@@ -77,6 +80,9 @@ __version__ = "0.1.0"
 _NAMES = {
     "eformer": "errors integrations jaximus models ops serialization",
     "eformer._calibrate": "calibrate",
+    "eformer._calibrate.bits": "plan_bits",
+    "eformer._calibrate.distill": "distill",
+    "eformer._calibrate.evaluate": "evaluate",
     "eformer._formats.base": "Part QuantizedArray",
     "eformer._formats.cache.array": "QuantizedCache",
     "eformer._quantize.statistics": "Statistics",

@@ -1,4 +1,4 @@
-"""What runs models to learn about them: `calibrate`."""
+"""What runs models to learn about them, to judge them and to improve them."""
 
 from __future__ import annotations
 

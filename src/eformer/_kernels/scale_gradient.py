@@ -29,11 +29,11 @@ def scale_gradient(parameters: Parameters, g: jax.Array, x: jax.Array, codes: ja
     """Of `qmatmul`: g has the shape of its result, `scale` is the type of the gradient."""
     batch = parameters.format.batch_of(codes)
 
-    def run(*operands: jax.Array) -> jax.Array:
+    def run(g: jax.Array, x: jax.Array, codes: jax.Array) -> jax.Array:
         if not batch:
-            return _one(parameters, *operands, scale.shape).astype(scale.dtype)
-        flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands]
-        made = lax.map(lambda one: _one(parameters, *one, scale.shape[len(batch) :]), flat)
+            return _one(parameters, g, x, codes, scale.shape).astype(scale.dtype)
+        flat = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in (g, x, codes)]
+        made = lax.map(lambda one: _one(parameters, one[0], one[1], one[2], scale.shape[len(batch) :]), flat)
         return made.reshape(scale.shape).astype(scale.dtype)
 
     split = avals.explicit_sharding_of(scale) if avals.typed_by_a_mesh(g, x, codes) else None

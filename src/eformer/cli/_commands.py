@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("eformer.cli.inspect", "list what is in a safetensors or GGUF file"),
     "export": ("eformer.cli.export", "write a quantized checkpoint in the format of another program"),
     "report": ("eformer.cli.report", "bits per weight, sizes and errors of a checkpoint"),
+    "evaluate": ("eformer.cli.evaluate", "perplexity of a language model, and its distance to another one"),
     "generate": ("eformer.cli.generate", "continue a text with a language model"),
     "chat": ("eformer.cli.chat", "talk with a language model"),
     "bench": ("eformer.cli.bench", "time products with quantized matrices against dense ones"),

