@@ -1,6 +1,6 @@
 """Products on the CPU: native kernels and the tiled path, as ratios to XLA's dense float32 product of the same run.
 
-    python benchmarks/cpu_matmul.py [--quick] [--json PATH] [--plot PATH] [--isa avx2|avx512|...]
+    python benchmarks/cpu_matmul.py [--quick] [--json PATH] [--plot PATH] [--isa avx2|avx512|...] [--activations int8]
     python benchmarks/cpu_matmul.py --read PATH ... --plot PATH
 
 All candidates take turns, round after round; figures are ratios of medians, below 1 is faster than dense float32. With
@@ -46,21 +46,41 @@ LIMITS = {
 AXPY = 1.4
 BFLOAT16_LIMITS = {(fmt, 128): 0.6 for fmt in FORMATS}
 AVX2_LIMITS = {("nf4", 1): 0.45, ("nf4", 16): 1.0}
+# With int8 activations. Those of INT8 beyond M=4 are for AMX, but for M=128 on machines that have VNNI only.
+BYTE_LIMITS = {
+    (fmt, m): limit
+    for fmt, limits in {
+        "int8": (0.20, 0.17, 0.12, 0.12, 0.12),
+        "nf4": (0.15, 0.13, 0.15, 0.20),
+        "int4": (0.15, 0.13, 0.15, 0.20),
+        "ternary": (0.09, None, None, 0.15),
+        "binary": (0.09, None, None, 0.15),
+    }.items()
+    for m, limit in zip((1, 4, 16, 128, 512), limits, strict=False)
+}
+VNNI_LIMITS = {("int8", 128): 0.30}
 
 
-def product(fmt: str, form: str, cols: int, preference: str) -> Any:
-    options: Any = {"fmt": fmt, "form": form, "cols": cols, "preference": preference}
+def product(fmt: str, form: str, cols: int, preference: str, activations: str | None) -> Any:
+    options: Any = {"fmt": fmt, "form": form, "cols": cols, "preference": preference, "activations": activations}
     return jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, **options))
 
 
-def forced(fmt: str, form: str, cols: int, isa: int) -> Any:
+def forced(fmt: str, form: str, cols: int, isa: int, activations: str | None) -> Any:
     """The kernel of one instruction set."""
 
     def run(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        problem = product_problem(x, codes, scale, "cpu", fmt=fmt, form=form, cols=cols)
-        return cpu.qmatmul(problem, x, codes, scale, isa=isa)
+        options: Any = {"fmt": fmt, "form": form, "cols": cols, "activations": activations}
+        problem = product_problem(x, codes, scale, "cpu", **options)
+        return (cpu.byte_matmul if activations else cpu.qmatmul)(problem, x, codes, scale, isa=isa)
 
     return jax.jit(run)
+
+
+def formats_of(options: argparse.Namespace, form: str) -> list[str]:
+    """With activations those for which there are kernels."""
+    have = ("int8",) if form == "axpy" else ("nf4", "int4", "fp4", "int8", "int8_block", "ternary", "binary")
+    return [fmt for fmt in options.formats if options.activations is None or fmt in have]
 
 
 def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, dtype: str) -> dict[str, Call]:
@@ -72,12 +92,14 @@ def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, d
     calls: dict[str, Call] = {"dense f32": (matmul, (x, dense))}
     if not options.no_bf16:
         calls["dense bf16"] = (matmul, (x.astype(jnp.bfloat16), dense.astype(jnp.bfloat16)))
-    for fmt in options.formats:
-        operands = (x.astype(dtype), *random_storage(rng, fmt, rows, cols))
-        native = product(fmt, form, cols, "native") if options.isa is None else forced(fmt, form, cols, options.isa)
-        calls[f"{fmt} native"] = (native, operands)
+    for fmt in formats_of(options, form):
+        what, a = (fmt, form, cols), options.activations
+        codes, scale = random_storage(rng, fmt, rows, cols)
+        scale = scale.reshape(1, -1)[:, :cols] if a and form == "axpy" else scale  # one for every sum
+        native = product(*what, "native", a) if options.isa is None else forced(*what, options.isa, a)
+        calls[f"{fmt} native"] = (native, (x.astype(dtype), codes, scale))
         if not options.no_tiled:
-            calls[f"{fmt} tiled"] = (product(fmt, form, cols, "xla"), operands)
+            calls[f"{fmt} tiled"] = (product(*what, "xla", a), (x.astype(dtype), codes, scale))
     if options.rivals:
         calls |= {name: (thunk, ()) for name, thunk in rivals(rng, k, n, m, dtype).items()}
     return calls
@@ -89,6 +111,8 @@ def measure(options: argparse.Namespace, size: str, m: int, form: str, dtype: st
     dense = seconds["dense f32"]
     ratios = {name: value / dense for name, value in seconds.items()}
     facts = {"k": k, "n": n, "m": m, "form": form, "dtype": dtype, "isa": ISAS.get(options.isa)}
+    if options.activations:
+        facts["activations"] = options.activations
     return {**facts, "dense_ms": 1e3 * dense, "ratios": ratios}
 
 
@@ -96,6 +120,9 @@ def limit_of(result: dict[str, Any], fmt: str) -> float | None:
     if (result["k"], result["n"]) != (4096, 4096):
         return None
     case = fmt, result["m"]
+    if result.get("activations"):
+        with_amx = (result.get("isa") or cpu.isa_name()) == "amx"
+        return (BYTE_LIMITS if with_amx else BYTE_LIMITS | VNNI_LIMITS).get(case)
     if result.get("isa") is not None:
         return AVX2_LIMITS.get(case) if (result["isa"], result["form"]) == ("avx2", "dot") else None
     if result["dtype"] == "bfloat16":
@@ -116,10 +143,11 @@ def verdict(result: dict[str, Any], name: str) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     """One Markdown table per size, form and dtype: a line per candidate, a column per M."""
     lines: list[str] = []
-    key = lambda r: (r["k"], r["n"], r["form"], r["dtype"], r.get("isa"))  # noqa: E731
-    for (k, n, form, dtype, isa), group in itertools.groupby(results, key):
+    key = lambda r: (r["k"], r["n"], r["form"], r["dtype"], r.get("activations"), r.get("isa"))  # noqa: E731
+    for (k, n, form, dtype, activations, isa), group in itertools.groupby(results, key):
         runs = list(group)
-        lines += [f"\n{k} x {n}, {form} form, {dtype} x{', ' + isa if isa else ''}: time / dense f32\n"]
+        x = f"{dtype} x{f' rounded to {activations}' if activations else ''}{', ' + isa if isa else ''}"
+        lines += [f"\n{k} x {n}, {form} form, {x}: time / dense f32\n"]
         lines += ["| | " + " | ".join(f"M={r['m']}" for r in runs) + " |", "|---" * (len(runs) + 1) + "|"]
         for name in runs[0]["ratios"]:
             cells = [f"{r['ratios'][name]:.2f}" if name != "dense f32" else f"{r['dense_ms']:.1f} ms" for r in runs]
@@ -199,6 +227,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of the activations")
     parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MORE), default=(*FORMATS, *MORE))
     parser.add_argument("--isa", choices=[name for name in ISAS.values() if name != "none"], help="force one")
+    parser.add_argument("--activations", choices=("int8",), help="round x; formats and forms with such kernels only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=10.0, help="stop the rounds of one table cell after these")
     parser.add_argument("--no-decode", action="store_true", help="leave out the decode step")
@@ -211,6 +240,7 @@ def arguments() -> argparse.Namespace:
     options.forms = options.forms or (("dot",) if options.quick else ("dot", "axpy"))
     options.dtypes = options.dtypes or (("float32",) if options.quick else ("float32", "bfloat16"))
     options.rounds = options.rounds or (7 if options.quick else 21)
+    options.no_decode |= options.activations is not None
     options.isa = next((number for number, name in ISAS.items() if name == options.isa), None)
     return options
 
@@ -229,7 +259,7 @@ def measured(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
 def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Earlier results, joined: of two for one case the later file's counts."""
     runs = [json.loads(path.read_text()) for path in paths]
-    key = lambda r: tuple(r.get(name) for name in ("k", "n", "form", "dtype", "isa", "m"))  # noqa: E731
+    key = lambda r: tuple(r.get(name) for name in ("k", "n", "form", "dtype", "activations", "isa", "m"))  # noqa: E731
     results = {key(r): r for run in runs for r in run["results"]}
     tokens = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
     return list(results.values()), tokens[-1] if tokens else {}

@@ -10,7 +10,7 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t abi_version = 2;
+constexpr int64_t abi_version = 3;
 
 // The scratch memory of a call is the one thing that can run out; the C API of the FFI must not see an exception.
 template <class Call>
@@ -54,51 +54,75 @@ Product product(const Operands& o, Form form, const Matrix& d, const ffi::AnyBuf
   return {form, from, o.x_type, d, to, o.y_type, m};
 }
 
+// A product, or one whose x is rounded: what the kernels are, and the scales of the rows of x, which need not be there.
+struct Exact {
+  static constexpr auto kernel = &Kernels::matmul;
+
+  Product operator()(const Product& p, int64_t) const { return p; }
+};
+
+struct Rounded {
+  static constexpr auto kernel = &Kernels::byte_matmul;
+
+  const float* x_scale;
+  ByteProduct operator()(const Product& p, int64_t row) const { return {p, x_scale ? x_scale + row : nullptr}; }
+};
+
+ffi::Error check_rounded(const Stack& stack, Form form, const Operands& o, int64_t rows, const ffi::Buffer<ffi::F32>& x_scale,
+                         Rounded& kind) {
+  if (!has_byte_product(stack.first, form))
+    return invalid("x cannot be rounded for D of format ", static_cast<int64_t>(stack.first.format), ", form ",
+                   static_cast<int64_t>(form), ", blocks of ", stack.first.block, " and such scales.");
+  if (o.k > most_byte_products) return invalid("sums of ", o.k, " products are not exact.");
+  const auto count = static_cast<int64_t>(x_scale.element_count());
+  if (count && count != rows) return invalid("x_scale has ", count, " entries for ", rows, " rows.");
+  kind.x_scale = count ? x_scale.typed_data() : nullptr;
+  return ffi::Error::Success();
+}
+
 // Runs products 0..count-1, each on all threads, or, when they are small and many, each on one.
-template <class Make>
-ffi::Error run_all(const Kernels& kernels, Pool& pool, int64_t count, int64_t work_each, Make&& make) {
+template <class Kernel, class Make>
+ffi::Error run_all(Kernel kernel, Pool& pool, int64_t count, int64_t work_each, Make&& make) {
   constexpr int64_t small = 1 << 20;
   if (count == 1 || work_each > small || pool.workers() == 1)
-    return guarded([&] { for (int64_t i = 0; i < count; ++i) kernels.matmul(make(i), pool); });
+    return guarded([&] { for (int64_t i = 0; i < count; ++i) kernel(make(i), pool); });
   struct State {
-    const Kernels& kernels;
+    Kernel kernel;
     Make& make;
     std::atomic<bool> failed{false};
-  } state{kernels, make};
+  } state{kernel, make};
   const auto one = [](void* data, int64_t i, int64_t) {
     auto& state = *static_cast<State*>(data);
     Inline here;
-    if (guarded([&] { state.kernels.matmul(state.make(i), here); }).failure()) state.failed = true;
+    if (guarded([&] { state.kernel(state.make(i), here); }).failure()) state.failed = true;
   };
   const auto all = guarded([&] { pool.loop(count, {one, &state}); });
   return state.failed ? ffi::Error(ffi::ErrorCode::kResourceExhausted, "eformer: no memory for scratch space.") : all;
 }
 
-ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
-  const Attributes a(attributes);
-  const Form form = static_cast<Form>(a.form);
-  const Kernels* kernels;
-  Stack stack{};
-  Operands o;
+Form form_of(const Attributes& a) { return static_cast<Form>(a.form); }
+
+ffi::Error check_product(const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& y,
+                         const Attributes& a, int64_t batch_of_x, const Kernels*& kernels, Stack& stack, Operands& o) {
   if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
   if (auto e = check_stack(codes, scale, a, 1, stack); e.failure()) return e;
-  if (auto e = check_operands(x, *y, form, stack, 1, o); e.failure()) return e;
-  Pool pool(threads, a.threads);
-  return run_all(*kernels, pool, stack.count, o.m * o.k * o.n,
-                 [&](int64_t i) { return product(o, form, stack[i], x, i * o.m, o.m, *y); });
+  return check_operands(x, y, form_of(a), stack, batch_of_x, o);
 }
 
-ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                  ffi::Buffer<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
-  const Attributes a(attributes);
-  const Form form = static_cast<Form>(a.form);
-  const Kernels* kernels;
-  Stack stack{};
-  Operands o;
-  if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
-  if (auto e = check_stack(codes, scale, a, 1, stack); e.failure()) return e;
-  if (auto e = check_operands(x, *y, form, stack, 0, o); e.failure()) return e;
+template <class Kind>
+ffi::Error run_products(ffi::ThreadPool& threads, const Kernels& kernels, const Attributes& a, const Stack& stack, const Operands& o,
+                        const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, const Kind& kind) {
+  Pool pool(threads, a.threads);
+  return run_all(kernels.*Kind::kernel, pool, stack.count, o.m * o.k * o.n, [&](int64_t i) {
+    return kind(product(o, form_of(a), stack[i], x, i * o.m, o.m, y), i * o.m);
+  });
+}
+
+// Groups of rows of x, each times its own matrix; rows after the last group are zeros.
+template <class Kind>
+ffi::Error run_groups(ffi::ThreadPool& threads, const Kernels& kernels, const Attributes& a, const Stack& stack, const Operands& o,
+                      const ffi::AnyBuffer& x, const ffi::Buffer<ffi::S32>& group_sizes, const ffi::AnyBuffer& y,
+                      const Kind& kind) {
   if (static_cast<int64_t>(group_sizes.element_count()) != stack.count)
     return invalid("group_sizes has ", group_sizes.element_count(), " entries for ", stack.count, " matrices.");
   Pool pool(threads, a.threads);
@@ -107,13 +131,58 @@ ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer code
   auto result = guarded([&] {
     for (int64_t g = 0; g < stack.count && row < o.m; ++g) {
       const int64_t m = std::clamp<int64_t>(sizes[g], 0, o.m - row);
-      if (m) kernels->matmul(product(o, form, stack[g], x, row, m, *y), pool);
+      if (m) (kernels.*Kind::kernel)(kind(product(o, form_of(a), stack[g], x, row, m, y), row), pool);
       row += m;
     }
   });
   const size_t row_bytes = o.n * size_of(o.y_type);
-  std::memset(static_cast<std::byte*>(y->untyped_data()) + row * row_bytes, 0, (o.m - row) * row_bytes);
+  std::memset(static_cast<std::byte*>(y.untyped_data()) + row * row_bytes, 0, (o.m - row) * row_bytes);
   return result;
+}
+
+ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Kernels* kernels;
+  Stack stack{};
+  Operands o;
+  if (auto e = check_product(x, codes, scale, *y, a, 1, kernels, stack, o); e.failure()) return e;
+  return run_products(threads, *kernels, a, stack, o, x, *y, Exact{});
+}
+
+ffi::Error ByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                      ffi::Buffer<ffi::F32> x_scale, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Kernels* kernels;
+  Stack stack{};
+  Operands o;
+  Rounded kind;
+  if (auto e = check_product(x, codes, scale, *y, a, 1, kernels, stack, o); e.failure()) return e;
+  if (auto e = check_rounded(stack, form_of(a), o, stack.count * o.m, x_scale, kind); e.failure()) return e;
+  return run_products(threads, *kernels, a, stack, o, x, *y, kind);
+}
+
+ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                  ffi::Buffer<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Kernels* kernels;
+  Stack stack{};
+  Operands o;
+  if (auto e = check_product(x, codes, scale, *y, a, 0, kernels, stack, o); e.failure()) return e;
+  return run_groups(threads, *kernels, a, stack, o, x, group_sizes, *y, Exact{});
+}
+
+ffi::Error ByteRagged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                      ffi::Buffer<ffi::S32> group_sizes, ffi::Buffer<ffi::F32> x_scale, ffi::Result<ffi::AnyBuffer> y,
+                      ffi::Dictionary attributes) {
+  const Attributes a(attributes);
+  const Kernels* kernels;
+  Stack stack{};
+  Operands o;
+  Rounded kind;
+  if (auto e = check_product(x, codes, scale, *y, a, 0, kernels, stack, o); e.failure()) return e;
+  if (auto e = check_rounded(stack, form_of(a), o, o.m, x_scale, kind); e.failure()) return e;
+  return run_groups(threads, *kernels, a, stack, o, x, group_sizes, *y, kind);
 }
 
 ffi::Error Qgather(ffi::ThreadPool threads, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> indices,
@@ -177,6 +246,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerRagged, eformer::Ragged,
                                   .Arg<xla::ffi::AnyBuffer>()              // codes
                                   .Arg<xla::ffi::AnyBuffer>()              // scale
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // group_sizes
+                                  .Ret<xla::ffi::AnyBuffer>()              // y
+                                  .Attrs<xla::ffi::Dictionary>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteMatmul, eformer::ByteMatmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x
+                                  .Arg<xla::ffi::AnyBuffer>()              // codes
+                                  .Arg<xla::ffi::AnyBuffer>()              // scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
+                                  .Ret<xla::ffi::AnyBuffer>()              // y
+                                  .Attrs<xla::ffi::Dictionary>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteRagged, eformer::ByteRagged,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x
+                                  .Arg<xla::ffi::AnyBuffer>()              // codes
+                                  .Arg<xla::ffi::AnyBuffer>()              // scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // group_sizes
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
                                   .Ret<xla::ffi::AnyBuffer>()              // y
                                   .Attrs<xla::ffi::Dictionary>());
 

@@ -17,6 +17,9 @@
 #include "wide_nf4.h"
 
 namespace eformer::EFORMER_ISA {
+
+void byte_matmul(const ByteProduct& p, Runtime& runtime);  // see byte_kernels.cpp
+
 namespace {
 
 template <class Engine, Format format>
@@ -109,6 +112,6 @@ void gather(const Gather& g, Runtime& runtime) {
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {matmul, gather, Nf4Encoder::run};
+const Kernels kernels = {matmul, gather, Nf4Encoder::run, byte_matmul};
 
 }  // namespace eformer::EFORMER_ISA

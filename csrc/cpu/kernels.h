@@ -14,6 +14,7 @@ struct Kernels {
   void (*matmul)(const Product&, Runtime&);
   void (*gather)(const Gather&, Runtime&);
   void (*encode)(const Encode&, Runtime&);
+  void (*byte_matmul)(const ByteProduct&, Runtime&);
 };
 
 // The best instruction set of this machine that was compiled in.

@@ -72,6 +72,28 @@ struct Product {
   int64_t n() const { return form == Form::dot ? d.rows : d.cols; }
 };
 
+// A product whose x is rounded to 8 bits, with the given scale of each row or, where that is null, its own.
+struct ByteProduct : Product {
+  const float* x_scale;
+};
+
+// Products of two bytes, the one of x at most 127, whose sum fits 32 bits.
+constexpr int64_t most_byte_products = int64_t{1} << 17;
+
+// Can x be rounded? All that is summed up must share a scale, or blocks fit the panels of the kernels. Values packed along
+// the outputs are left to others.
+constexpr bool has_byte_product(const Matrix& d, Form form) {
+  const int64_t lane = 4 * per_byte(d.format), panel = 256;
+  switch (d.format) {
+    case Format::nf4:
+    case Format::int8_block: return form == Form::dot && d.block % lane == 0 && (panel % d.block == 0 || d.block % panel == 0);
+    case Format::int8: return (form == Form::dot ? d.scale.col_stride : d.scale.row_stride) == 0;
+    case Format::ternary:
+    case Format::binary: return form == Form::dot && d.scale.col_stride == 0;
+    default: return false;
+  }
+}
+
 struct Gather {
   Matrix d;
   const int32_t* indices;

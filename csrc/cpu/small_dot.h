@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "column_blocks.h"
 #include "fp8.h"
 #include "memory.h"
 #include "rows.h"
@@ -43,17 +44,7 @@ class SmallDot {
   static constexpr bool in_blocks = blocked(D::format);
   static constexpr int bytes = D::columns / static_cast<int>(per_byte(D::format));
 
-  // The blocks that groups of columns begin with, one group after the other and without a division.
-  struct Blocks {
-    explicit Blocks(int64_t block)
-        : per_group(in_blocks ? max(1, D::columns / block) : 1), groups(in_blocks ? max(1, block / D::columns) : 1), left(groups) {}
-    INLINE void next() {
-      if (--left == 0) first += per_group, left = groups;
-    }
-
-    const int64_t per_group, groups;
-    int64_t first = 0, left;
-  };
+  using Blocks = ColumnBlocks<D::columns, in_blocks>;
 
   // Rows of D at once, for m rows of x at once: as many as the registers hold.
   static constexpr int side_by_side(int m) { return registers == 32 ? 4 : m <= 2 ? 2 : 1; }

@@ -99,6 +99,7 @@ GROUPED_PRODUCT = Operation(
         Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
         Candidate("xla", "xla", anything, _tiled),
+        Candidate("native_cpu", "native", cpu.refuses_rounded, cpu.byte_ragged, rounds_x=True),
         Candidate("xla", "xla", anything, _tiled, rounds_x=True),
     ),
     batch=one_after_another,  # groups of different programs do not line up

@@ -17,12 +17,14 @@ LIBRARY = library_of(
     "cpu",
     compiler="C++ compiler",
     package=__name__,
-    abi=2,
+    abi=3,
     targets={
         "qmatmul": "EformerQmatmul",
         "ragged": "EformerRagged",
         "gather": "EformerQgather",
         "nf4_encode": "EformerNf4Encode",
+        "byte_matmul": "EformerByteMatmul",
+        "byte_ragged": "EformerByteRagged",
     },
 )
 
@@ -70,6 +72,35 @@ def refuses_product(problem: Problem) -> str | None:
     return LIMITS.refuses_product(problem) or refuses_machine(problem.platform)
 
 
+# Products whose x is rounded. Blocks must not cut a panel of the kernels, or four bytes of codes.
+BYTE_LIMITS = Limits(FORMATS[:8], arithmetic="its own: exact sums of integers")
+BYTE_PANEL, MOST_BYTE_PRODUCTS = 256, 1 << 17
+
+
+def refuses_rounded(problem: Problem) -> str | None:
+    """Why x cannot be rounded to 8 bits for this product by the kernels."""
+    if problem.activations != "int8":
+        return f"it rounds x to int8, not to {problem.activations}"
+    return BYTE_LIMITS.refuses_product(problem) or _refuses_sums(problem) or refuses_machine(problem.platform)
+
+
+def _refuses_sums(problem: Problem) -> str | None:
+    if problem.form == "axpy" and problem.fmt != "int8":
+        return f"values of {problem.fmt} are packed along what is not summed up"
+    if problem.format.blocked:
+        block, least = problem.block or 1, 4 * problem.format.per_code
+        if block % least or (BYTE_PANEL % block and block % BYTE_PANEL):
+            return (
+                f"blocks of {block} values; it takes multiples of {least} that divide {BYTE_PANEL}, and its multiples"
+            )
+    elif not problem.scales_results_only:
+        return "scales differ along what is summed up"
+    summed = problem.cols if problem.form == "dot" else problem.rows
+    if summed > MOST_BYTE_PRODUCTS:
+        return f"sums of {summed} products do not fit 32 bits"
+    return None
+
+
 def refuses_gather(problem: Problem) -> str | None:
     why = LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
     values, largest = problem.m * problem.cols, LARGEST_LOOKUP.get(problem.fmt)
@@ -110,6 +141,24 @@ def qragged(
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
     return _product(problem, "ragged", result, [x, codes, scale, group_sizes.astype(jnp.int32)], 1, how)
+
+
+def byte_matmul(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, **how: Any
+) -> jax.Array:
+    """The product of one problem whose x is rounded to int8."""
+    operands = in_one_batch_axis(problem, x, codes, scale, x_scale)
+    shape = out_shape(problem, x, codes)
+    result = (operands[0].shape[0], *shape[len(problem.batch) :])
+    return _product(problem, "byte_matmul", result, operands, math.prod(problem.batch), how).reshape(shape)
+
+
+def byte_ragged(
+    problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any, x_scale: Any = None, **how: Any
+) -> jax.Array:
+    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
+    operands = [x, codes, scale, sizes.astype(jnp.int32), x_scale]
+    return _product(problem, "byte_ragged", result, operands, 1, how)
 
 
 def _product(

@@ -1,0 +1,256 @@
+// The product of bytes by panels: bring a panel of D into place once, multiply it with all rows of x, go on along k.
+//
+// Panels and x are sequences of dwords along k, four values each: those of field 0 of the first four bytes, of field 1, ...;
+// in axpy form four neighbours. Without blocks sums are integers to the end, and exact; with blocks the integer sum of
+// each piece of a block is multiplied by its scale.
+#pragma once
+
+#include "byte_rows.h"
+#include "byte_weights.h"
+#include "gemm.h"
+
+namespace eformer::EFORMER_ISA {
+
+// Contracted indices of a panel.
+constexpr int byte_depth = 256;
+
+// A register tile of `height` rows of x by one strip of outputs.
+struct ByteEngine {
+  static constexpr int height = registers == 32 ? 6 : 4;
+  static constexpr int vectors = registers == 32 ? 4 : 2;
+  static constexpr int strip = vectors * lanes;
+  static constexpr int part_size = byte_depth / 4 * tile;  // of a panel
+
+  static int64_t packed_size(int64_t m, int64_t dwords) { return round_up(m, height) * dwords; }
+  // Where dword d of row i of x is.
+  static INLINE int64_t place(int64_t i, int64_t d, int64_t dwords) { return i / height * height * dwords + d * height + i % height; }
+
+  // `count` dwords. c (m, tile) gets the sums of integers, or with blocks the sum of floats.
+  template <class W, bool in_blocks>
+  static void multiply(const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t* off,
+                       const float* scales, bool first, float* c) {
+    for (int n = 0; n < tile; n += strip)
+      for (int64_t m0 = 0; m0 < m; m0 += height)
+        rows<W::parts, height, in_blocks>(min(height, m - m0), x + m0 * dwords, panel + n, count, off + m0, scales + n, first,
+                                c + m0 * tile + n);
+  }
+
+ private:
+  template <int parts, int most, bool in_blocks>
+  static INLINE void rows(int64_t m, const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off,
+                          const float* scales, bool first, float* c) {
+    if constexpr (most > 1) {
+      if (m < most) return rows<parts, most - 1, in_blocks>(m, x, b, count, off, scales, first, c);
+    }
+    block<parts, most, in_blocks>(x, b, count, off, scales, first, c);
+  }
+
+  template <int parts, int m, bool in_blocks>
+  static void block(const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off, const float* scales,
+                    bool first, float* c) {
+    I sums[m][vectors];
+    for (int i = 0; i < m; ++i)
+      for (int v = 0; v < vectors; ++v) {
+        sums[i][v] = parts == 1 ? broadcast_bits(off[i]) : broadcast_bits(0);
+        if (!in_blocks && !first) sums[i][v] = add_bits(sums[i][v], load_bits(c + i * tile + v * lanes));
+      }
+    add_dots<m>(x, b, count, sums);
+    if constexpr (parts == 2) {
+      for (int i = 0; i < m; ++i)
+        for (int v = 0; v < vectors; ++v) sums[i][v] = add_bits(shift_left<8>(sums[i][v]), broadcast_bits(off[i]));
+      add_dots<m>(x, b + part_size, count, sums);
+    }
+    for (int i = 0; i < m; ++i)
+      for (int v = 0; v < vectors; ++v) {
+        float* at = c + i * tile + v * lanes;
+        if constexpr (in_blocks) {
+          const F s = load(scales + v * lanes), sum = from_ints(sums[i][v]);
+          store(at, first ? mul(sum, s) : fma(sum, s, load(at)));
+        } else {
+          store_bits(at, sums[i][v]);
+        }
+      }
+  }
+
+  template <int m>
+  static INLINE void add_dots(const uint32_t* x, const uint32_t* b, int64_t count, I (&sums)[m][vectors]) {
+    for (int64_t k = 0; k < count; ++k, x += height, b += tile) {
+      I w[vectors];
+      for (int v = 0; v < vectors; ++v) w[v] = load_bits(b + v * lanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < m; ++i) {
+        const I xi = broadcast_bits(x[i]);
+        for (int v = 0; v < vectors; ++v) sums[i][v] = dot4(sums[i][v], w[v], xi);
+      }
+    }
+  }
+};
+
+template <class Engine, Format format, Form form, int parts = 1>
+class ByteGemm {
+ public:
+  static void run(const ByteProduct& p, Runtime& runtime) {
+    const int64_t tiles = ceil_div(p.n(), tile), wide = max(1, min(most_tiles, tiles / (4 * runtime.workers())));
+    const int64_t piece = in_blocks ? min(depth, p.d.block) : depth, pieces = ceil_div(p.k(), piece);
+    const int64_t padded = round_up(p.k(), per_dword), dwords = padded / 4, rows = round_up(p.m, Engine::height);
+    Layout layout;
+    const auto scale = reserve_scale(layout, p.d);
+    const auto x = layout.add<uint32_t>(Engine::packed_size(p.m, dwords));
+    const auto off = layout.add<uint32_t>(pieces * rows);
+    const auto factors = layout.add<RowFactors>(p.m);
+    const auto row = layout.add<int8_t>(2 * padded, runtime.workers());
+    const auto sums = layout.add<float>(wide * p.m * tile, runtime.workers());
+    const auto panel = layout.add<uint32_t>(parts * Engine::part_size, runtime.workers());
+    const auto stage = layout.add<Stage>(form == Form::dot, runtime.workers());
+    std::byte* base = runtime.scratch(layout.bytes);
+    const Weights w = weights_of(p, scale.in(base));
+    const Shared shared{p, w, x.in(base), off.in(base), factors.in(base), piece, dwords, rows};
+    for_each(runtime, p.m, [&](int64_t i, int64_t worker) { pack(shared, i, row.in(base, worker)); });
+    for_each(runtime, ceil_div(tiles, wide), [&](int64_t i, int64_t worker) {
+      const ByteGemm g{shared, i * wide * tile, min(p.n(), (i + 1) * wide * tile), sums.in(base, worker), panel.in(base, worker)};
+      if constexpr (form == Form::dot) {
+        g.dot(*stage.in(base, worker));
+      } else {
+        g.axpy();
+      }
+      g.finish();
+    });
+  }
+
+ private:
+  using W = ByteWeights<format, parts>;
+  static constexpr bool in_blocks = blocked(format);
+  static constexpr int64_t most_tiles = 4;
+  static constexpr int depth = byte_depth;
+  static constexpr int fields = form == Form::dot ? W::fields : 1;
+  static constexpr int per_dword = 4 * fields;
+  using Stage = DotStage<format, depth>;
+
+  struct Shared {
+    const ByteProduct& p;
+    const Weights& w;
+    uint32_t* x;     // see Engine::place
+    uint32_t* off;    // [piece of k][row of x]: what the excess of the weights adds, with its sign turned
+    RowFactors* factors;  // (m)
+    int64_t piece;   // contracted indices that are summed at once
+    int64_t dwords, rows;
+  };
+
+  static void pack(const Shared& s, int64_t i, int8_t* codes) {
+    const int64_t k = s.p.k(), padded = 4 * s.dwords, bytes = padded / fields;
+    s.factors[i] = RowFactors::of(ByteRow::read(s.p, i, padded, codes), W::unit(s.w.table), in_blocks);
+    const int8_t* sorted = codes;
+    if constexpr (fields > 1) {
+      sort_fields<fields>(codes, bytes, codes + padded);
+      sorted += padded;
+    }
+    for (int64_t d = 0; d < s.dwords; ++d)
+      std::memcpy(s.x + Engine::place(i, d, s.dwords), sorted + d % fields * bytes + d / fields * 4, 4);
+    for (int64_t k0 = 0; k0 < k; k0 += s.piece) 
+      s.off[k0 / s.piece * s.rows + i] = without_excess(W::excess, codes + k0, min(s.piece, k - k0));
+  }
+
+  void dot(Stage& stage) const {
+    const int64_t k = s.p.k();
+    for (int64_t k1 = 0; k1 < k; k1 += stage.span)
+      for (int64_t n = begin; n < end; n += tile) {
+        const bool last = n + tile >= end;
+        const int64_t next_n = last ? begin : n + tile, next_k = last ? k1 + stage.span : k1;
+        stage_codes(w, n, k1, w.codes + next_n * w.row_bytes + next_k / per_byte(format), stage);
+        for (int64_t k0 = k1; k0 < min(k1 + stage.span, k); k0 += depth) {
+          const int64_t count = min(depth, k - k0);
+          if constexpr (in_blocks) stage_scales(w, n, k0, count, stage);
+          decode(stage, (k0 - k1) / per_dword, ceil_div(count, per_dword));
+          multiply(n, k0, count, stage.scales);
+        }
+      }
+  }
+
+  // `count` dwords of codes of the stage, beginning with `first`, into the panel.
+  void decode(const Stage& stage, int64_t first, int64_t count) const {
+    const W weights(w.table);
+    const uint32_t* bits = stage.bits + first * tile;
+    uint32_t* to = panel;
+    for (int64_t d = 0; d < count; ++d, bits += tile, to += fields * tile)
+      for (int n = 0; n < tile; n += lanes) {
+        const I codes = load_bits(bits + n);
+        unroll<parts>([&]<int part>() {
+          unroll<W::fields>([&]<int J>() {
+            store_bits(to + part * Engine::part_size + J * tile + n, weights.template field<J, part>(codes));
+          });
+        });
+      }
+  }
+
+  void axpy() const {
+    const int64_t k = s.p.k();
+    for (int64_t k0 = 0; k0 < k; k0 += depth)
+      for (int64_t n = begin; n < end; n += tile) {
+        const int64_t count = min(depth, k - k0);
+        for (int g = 0; g < tile; g += vector_bytes) join(n + g, k0, count, panel + g);
+        multiply(n, k0, count, nullptr);
+      }
+  }
+
+  // Rows k0 ... k0 + count - 1 of a group of columns, four at a time.
+  void join(int64_t n, int64_t k0, int64_t count, uint32_t* to) const {
+    const W weights(w.table);
+    const int64_t available = max(0, min(vector_bytes, w.cols - n));
+    for (int64_t k = 0; k < count; k += 4, to += tile) {
+      I rows[4];
+      for (int r = 0; r < 4; ++r) {
+        const uint8_t* from = w.codes + (k0 + k + r) * w.row_bytes + n;
+        if (k + r < count && available == vector_bytes) [[likely]] {
+          __builtin_prefetch(from + depth * w.row_bytes, 0, 2);
+          rows[r] = load_bits(from);
+        } else {
+          uint8_t padded[vector_bytes] = {};
+          if (k + r < count && available) std::memcpy(padded, from, available);
+          rows[r] = load_bits(padded);
+        }
+      }
+      join_rows(rows);
+      for (int j = 0; j < 4; ++j) store_bits(to + j * lanes, weights.template field<0>(rows[j]));
+    }
+  }
+
+  float* sums_of(int64_t n) const { return sums + (n - begin) * s.p.m; }
+
+  void multiply(int64_t n, int64_t k0, int64_t count, const float* scales) const {
+    for (int64_t at = 0; at < count; at += s.piece) {
+      const int64_t k = k0 + at, here = round_up(min(s.piece, count - at), per_dword) / 4;
+      const uint32_t* off = s.off + k / s.piece * s.rows;
+      const float* factors = in_blocks ? scales + at / s.piece * tile : nullptr;
+      Engine::template multiply<W, in_blocks>(s.x + Engine::place(0, k / 4, s.dwords), s.p.m, s.dwords, panel + at / 4 * tile, here,
+                                           off, factors, k == 0, sums_of(n));
+    }
+  }
+
+  void finish() const {
+    for (int64_t n = begin; n < end; n += tile) {
+      const float* factor = w.along_n ? w.along_n + n : nullptr;
+      for (int64_t i = 0; i < s.p.m; ++i) {
+        float* row = sums_of(n) + i * tile;
+        float values[tile];
+        for (int at = 0; at < tile; at += lanes)
+          store(values + at, mul(in_blocks ? load(row + at) : from_ints(load_bits(row + at)), broadcast(s.factors[i].first)));
+        if constexpr (form == Form::axpy) {
+          for (int at = 0; at < tile; ++at) row[at / vector_bytes * vector_bytes + turned_byte(at % vector_bytes)] = values[at];
+        }
+        write_row(form == Form::axpy ? row : values, min(tile, end - n), factor, w.everywhere * s.factors[i].then, s.p.y, s.p.y_type,
+                  i * s.p.n() + n);
+      }
+    }
+  }
+
+  ByteGemm(const Shared& s, int64_t begin, int64_t end, float* sums, uint32_t* panel)
+      : s(s), w(s.w), begin(begin), end(end), sums(sums), panel(panel) {}
+
+  const Shared& s;
+  const Weights& w;
+  const int64_t begin, end;  // outputs
+  float* sums;               // [tile][m][position]: integers where there are no blocks
+  uint32_t* panel;           // [dword of k][position]
+};
+
+}  // namespace eformer::EFORMER_ISA
