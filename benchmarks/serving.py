@@ -15,9 +15,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,41 +72,49 @@ def run(config: Config, params: Any, tokens: jax.Array, cache: Any, start: jax.A
     return jnp.argmax(logits_of(config, params, x[:, -1]), axis=-1), cache
 
 
-def seconds(step: Callable[[Any], tuple[Any, Any]], cache: Any, calls: int, rounds: int) -> float:
-    """Median seconds of one step, each of which takes the cache of the one before."""
-    for _ in range(2):
-        token, cache = step(cache)
-    jax.block_until_ready((token, cache))
-    times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        for _ in range(calls):
-            token, cache = step(cache)
-        jax.block_until_ready((token, cache))
-        times.append((time.perf_counter() - begun) / calls)
-    return statistics.median(times)
+class Job(NamedTuple):
+    """So many texts: a decode step at the end of the context (`prompt` is 0), or the prefill of prompts."""
+
+    batch: int
+    prompt: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"prefill {self.batch}x{self.prompt}" if self.prompt else f"decode batch {self.batch}"
 
 
-def measure(
-    config: Config, name: str, params: Any, batch: int, prompt: int, context: int, quick: bool, scanned: bool
-) -> dict[str, Any]:
-    """A decode step at the end of the context (`prompt` is 0), or the prefill of a prompt."""
-    cache = make_cache(config, batch, context, jnp.bfloat16, format=VARIANTS[name][1], listed=not scanned)
-    tokens = jax.random.randint(jax.random.key(1), (batch, prompt or 1), 0, config.vocabulary)
-    start = jnp.asarray(0 if prompt else context - 1)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    calls, rounds = (1, 1) if quick else (2 if prompt else 10, 5)
-    took = seconds(lambda cache: run(config, params, tokens, cache, start), cache, calls, rounds)
-    return {
-        "variant": name,
-        "what": f"prefill {batch}x{prompt}" if prompt else f"decode batch {batch}",
-        "context": context,
-        "scanned": scanned,
-        "ms": 1e3 * took,
-        "tokens_per_second": batch * max(prompt, 1) / took,
-        "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
-        "cache_mb": held / 1e6,
-    }
+def measure(config: Config, models: dict[str, Any], job: Job, quick: bool, scanned: bool) -> list[dict[str, Any]]:
+    """A row for every variant, all timed once per round: a busy machine slows all of them alike."""
+    tokens = jax.random.randint(jax.random.key(1), (job.batch, job.prompt or 1), 0, config.vocabulary)
+    start = jnp.asarray(0 if job.prompt else job.context - 1)
+    how = {"dtype": jnp.bfloat16, "listed": not scanned}
+    caches = {name: make_cache(config, job.batch, job.context, format=VARIANTS[name][1], **how) for name in models}
+    held = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) for name, cache in caches.items()}
+    calls, rounds = (1, 1) if quick else (2 if job.prompt else 5, 5)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(rounds + 1):  # the first compiles
+        for name, params in models.items():
+            begun = time.perf_counter()
+            for _ in range(calls):
+                token, caches[name] = run(config, params, tokens, caches[name], start)
+            jax.block_until_ready((token, caches[name]))
+            if number:
+                times[name].append((time.perf_counter() - begun) / calls)
+    took = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        {
+            "variant": name,
+            "what": str(job),
+            "context": job.context,
+            "scanned": scanned,
+            "ms": 1e3 * took[name],
+            "ratio": took[name] / next(iter(took.values())),
+            "tokens_per_second": job.batch * max(job.prompt, 1) / took[name],
+            "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
+            "cache_mb": held[name] / 1e6,
+        }
+        for name, params in models.items()
+    ]
 
 
 def main() -> None:
@@ -126,29 +133,30 @@ def main() -> None:
     small = options.small or jax.default_backend() != "gpu"
     config = TINY if options.quick else SMALL if small else LARGE
     config = dataclasses.replace(config, layers=options.layers or config.layers)
-    jobs = [(batch, 0, options.context) for batch in options.batch]
-    jobs += [(int(b), int(t), int(t)) for b, t in (prompt.split("x") for prompt in options.prompts)]
+    jobs = [Job(batch, 0, options.context) for batch in options.batch]
+    jobs += [Job(int(b), int(t), int(t)) for b, t in (prompt.split("x") for prompt in options.prompts)]
     if options.quick:
-        jobs = [(2, 0, 32), (1, 16, 16)]
+        jobs = [Job(2, 0, 32), Job(1, 16, 16)]
     print(f"{jax.devices()[0].device_kind}: {config}")
-    begun, rows, dense = time.perf_counter(), [], {}
-    for name in options.variants:
-        params = make_params(config, VARIANTS[name][0], options.scanned)
-        for batch, prompt, context in jobs:
-            if time.perf_counter() - begun > options.seconds:
-                continue
-            row = measure(config, name, params, batch, prompt, context, options.quick, options.scanned)
-            row["ratio"] = row["ms"] / dense.setdefault(row["what"], row["ms"])
+    begun, rows, made = time.perf_counter(), [], {}
+    for name in options.variants:  # variants that differ in the cache alone share their weights
+        weights = VARIANTS[name][0]
+        if str(weights) not in made:
+            made[str(weights)] = make_params(config, weights, options.scanned)
+    models = {name: made[str(VARIANTS[name][0])] for name in options.variants}
+    for job in jobs:
+        if time.perf_counter() - begun > options.seconds:
+            break
+        for row in measure(config, models, job, options.quick, options.scanned):
             rows.append(row)
             print(
-                f"{name:18} {row['what']:16} {row['ms']:9.2f} ms {row['ratio']:5.2f} of {options.variants[0]} "
+                f"{row['what']:16} {row['variant']:18} {row['ms']:9.2f} ms {row['ratio']:5.2f} of the first "
                 f"{row['tokens_per_second']:10,.0f} tokens/s, weights {row['weights_mb']:9,.1f} MB, "
                 f"cache {row['cache_mb']:8,.1f} MB",
                 flush=True,
             )
-        del params
-    sizes = dataclasses.asdict(config)
-    write_json(options.json, device=jax.devices()[0].device_kind, model=sizes, rows=rows)
+        sizes = dataclasses.asdict(config)
+        write_json(options.json, device=jax.devices()[0].device_kind, model=sizes, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eformer.cli._commands import FAILED, OK, WrongUse, add_json, print_json, print_table, run_command
+from eformer.models._decoder import CACHES
 
 # name -> (module, what it is)
 MODELS = {
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="char", help=listed)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the picture (default: the current one)")
     parser.add_argument("--quick", action="store_true", help="as little as will run; quality is not judged")
-    parser.add_argument("--cache", choices=("int8", "int4"), help="keep keys and values of language models in this")
+    parser.add_argument("--cache", choices=CACHES, help="keep keys and values of language models in this")
     add_json(parser)
 
 

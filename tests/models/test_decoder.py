@@ -70,7 +70,7 @@ def listed(params: Any) -> Any:
     return {**params, "layers": layers}
 
 
-@pytest.mark.parametrize(("kind", "limit"), [(None, 1e-5), ("int8", 0.03), ("int4", 0.5)])
+@pytest.mark.parametrize(("kind", "limit"), [(None, 1e-5), ("int8", 0.03), ("int8+int4", 0.5)])
 def test_caches_in_every_format_and_shape(key: jax.Array, kind: str | None, limit: float):
     """Stacked layers, a list of them with a stacked cache, and with a list of caches: the same logits."""
     params, tokens = init(CONFIG, key), jax.random.randint(key, (2, 9), 0, 32)
@@ -96,5 +96,7 @@ def test_caches_that_do_not_fit(key: jax.Array):
         decode(CONFIG, params, tokens, make_cache(CONFIG, 1, 4, listed=True), jnp.asarray(0))
     with pytest.raises(ValueError, match=f"one of 1 layers, the model has {CONFIG.layers}"):
         decode(CONFIG, listed(params), tokens, make_cache(CONFIG, 1, 4, listed=True)[:1], jnp.asarray(0))
-    with pytest.raises(ValueError, match="format='fp8' is not a format of caches"):
+    with pytest.raises(
+        ValueError, match="format='fp8' is not a format of caches; allowed are 'int8', 'int8\\+int4', 'int4' and None"
+    ):
         make_cache(CONFIG, 1, 4, format="fp8")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from eformer._core import ImplicitArray
-from eformer._formats.cache.array import FORMATS as CACHES
 from eformer._quantize.leaves import open_tree
 from eformer.models import Model, Sampling, chat_text, load, stream
+from eformer.models._decoder import CACHES
 from eformer.models._llama_file import SMOLLM2, model_file
 from eformer.ops.quantization import QuantizationType, quantize_tree
 from eformer.ops.quantization import report as report_of

@@ -21,6 +21,8 @@ from eformer._formats.cache.array import QuantizedCache
 Params = dict[str, Any]
 # Keys and values, (layers, batch, heads, context, size) each; or a list of such pairs, one for every layer.
 Cache = tuple[Any, Any] | list[tuple[Any, Any]]
+# What a cache is called -> the formats of keys and of values; keys lose more by four bits.
+CACHES = {"int8": ("int8", "int8"), "int8+int4": ("int8", "int4"), "int4": ("int4", "int4")}
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -146,18 +148,21 @@ def make_cache(
         batch: how many texts.
         context: how many tokens each.
         dtype: of keys and values.
-        format: "int8" or "int4" for a `QuantizedCache`; None keeps them dense.
+        format: "int8", "int4", or "int8+int4" for keys in the first and values in the second; None keeps them dense.
         listed: a pair of arrays for every layer, which models with a list of layers read without a copy.
     """
+    if format is not None and format not in CACHES:
+        raise ValueError(f"{format=} is not a format of caches; allowed are {', '.join(map(repr, CACHES))} and None.")
     size = (batch, config.kv_heads, context, config.head_size)
 
-    def empty(*lead: int) -> Any:
+    def empty(*lead: int) -> tuple[Any, Any]:
         shape = (*lead, *size)
-        return jnp.zeros(shape, dtype) if format is None else QuantizedCache.zeros(shape, dtype, format)
+        if format is None:
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        keys, values = CACHES[format]
+        return QuantizedCache.zeros(shape, dtype, keys), QuantizedCache.zeros(shape, dtype, values)
 
-    if listed:
-        return [(empty(), empty()) for _ in range(config.layers)]
-    return empty(config.layers), empty(config.layers)
+    return [empty() for _ in range(config.layers)] if listed else empty(config.layers)
 
 
 def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:

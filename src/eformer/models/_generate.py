@@ -138,7 +138,7 @@ class Memory:
     """The cache of a conversation: tokens that a new prompt shares with the last one are not read again."""
 
     def __init__(self, cache: str | None = None) -> None:
-        """`cache` is the format of keys and values, "int8" or "int4"; None keeps them dense."""
+        """`cache` is the format of keys and values, as for `make_cache`."""
         self.format = cache
         self.tokens: list[int] = []
         self.cache: Cache | None = None
@@ -203,7 +203,7 @@ def generate(
         sampling: all of it, in place of the two.
         chunk: how many tokens come at a time.
         memory: of an earlier call, whose beginning need not be read again.
-        cache: the format of keys and values, "int8" or "int4"; None keeps them dense, or as the memory has them.
+        cache: the format of keys and values, as for `make_cache`; None keeps them dense, or as the memory has them.
     """
     if not len(prompt):
         raise ValueError("the prompt is empty; give at least one token.")
