@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from eformer.ops.quantization import ArrayFloat as ArrayFloat
     from eformer.ops.quantization import ArrayInt as ArrayInt
     from eformer.ops.quantization import ArrayNF4 as ArrayNF4
+    from eformer.ops.quantization import DoraArray as DoraArray
     from eformer.ops.quantization import LoraArray as LoraArray
     from eformer.ops.quantization import QuantizationConfig as QuantizationConfig
     from eformer.ops.quantization import QuantizationType as QuantizationType
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from eformer.ops.quantization import dequantize as dequantize
     from eformer.ops.quantization import dequantize_tree as dequantize_tree
     from eformer.ops.quantization import fake_quantize_tree as fake_quantize_tree
+    from eformer.ops.quantization import lora_dropout as lora_dropout
     from eformer.ops.quantization import lora_mask as lora_mask
     from eformer.ops.quantization import merge as merge
     from eformer.ops.quantization import merge_lora as merge_lora
@@ -90,9 +92,9 @@ _NAMES = {
         "Explanation ImplicitArray aux_field explain implicit materialization_policy materialize register ste"
     ),
     "eformer.ops.quantization": (
-        "Array1B Array8B ArrayFloat ArrayInt ArrayNF4 LoraArray QuantizationConfig QuantizationType Report add_lora "
-        "dequantize dequantize_tree fake_quantize_tree lora_mask merge merge_lora plan_tree quant_delay quantize "
-        "quantize_tree report size split_trainable straight_through"
+        "Array1B Array8B ArrayFloat ArrayInt ArrayNF4 DoraArray LoraArray QuantizationConfig QuantizationType "
+        "Report add_lora dequantize dequantize_tree fake_quantize_tree lora_dropout lora_mask merge merge_lora "
+        "plan_tree quant_delay quantize quantize_tree report size split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
     "eformer.serialization": (

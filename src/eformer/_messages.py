@@ -61,6 +61,14 @@ Split the array, with shard_map inside of implicit,
 
 or give a spec for every stored array: in_specs=q.child_specs({spec})."""
 
+SHARDED_RESULT = """\
+jax.shard_map joins the arrays that {name}, a result, stores by {spec}, and their axes are not those of the array.
+Give a spec for every stored array, which an array like the result on one device knows,
+
+    out_specs=jax.eval_shape(ef.quantize, one_part).child_specs({spec})
+
+or let the body return a dense array."""
+
 SCANNED_STORAGE = """\
 jax.lax.associative_scan takes apart the arrays that {name} stores. Scan the array instead, inside of implicit:
 

@@ -168,3 +168,36 @@ def test_associative_scan(kind: str) -> None:
     with pytest.raises(SlicedBelowCoreError, match="associative_scan"), implicit:
         lax.associative_scan(jnp.add, q)
     check(implicit(lambda q: lax.associative_scan(jnp.add, q))(q), lax.associative_scan(jnp.add, dense(q)), 3e-5)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, implicit, jax.jit], ids=["plain", "implicit", "jit"])
+@pytest.mark.parametrize("spec", [P("t"), P(None, "t")], ids=str)
+def test_a_result_is_joined_along_its_own_axes_or_refused(key, wrap, spec):
+    """One spec for all that an array stores joins other axes than those of the array."""
+    mesh, w = mesh_of(2), jax.random.normal(key, SHAPE)
+
+    def run(make, specs):
+        return wrap(jax.shard_map(make, mesh=mesh, in_specs=spec, out_specs=specs))(w)
+
+    make = functools.partial(ArrayNF4.quantize, block_size=16)
+    for wrong in (make, MAKE["binary"]) if spec == P("t") else (make, MAKE["int8"]):
+        with pytest.raises(ShardingError, match="one_part"):
+            run(wrong, spec)
+        with pytest.raises(ShardingError, match="one_part"):
+            run(lambda x, wrong=wrong: {"x": x, "q": wrong(x)}, {"x": spec, "q": spec})
+    part = jax.ShapeDtypeStruct((32, 32) if spec == P("t") else (64, 16), w.dtype)
+    found = run(make, jax.eval_shape(make, part).child_specs(spec))
+    assert found.shape == SHAPE
+    np.testing.assert_array_equal(found.materialize(), make(w).materialize())
+
+
+def test_results_along_batch_axes_and_dense_ones_stay(key):
+    mesh, w = mesh_of(2), jax.random.normal(key, (4, *SHAPE))
+    make = functools.partial(ArrayNF4.quantize, block_size=16)
+    found = jax.shard_map(make, mesh=mesh, in_specs=P("t"), out_specs=P("t"))(w)
+    np.testing.assert_array_equal(found.materialize(), make(w).materialize())
+    found = jax.shard_map(lambda w: make(w).materialize(), mesh=mesh, in_specs=P(None, "t"), out_specs=P(None, "t"))(w)
+    np.testing.assert_array_equal(found, make(w).materialize())

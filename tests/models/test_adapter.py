@@ -73,6 +73,34 @@ def test_uneven_adapters_over_quantized_weights(key: jax.Array, tmp_path: Path):
     assert saved.params["layers"][1]["up"].format == "nf4"
 
 
+def test_lengths_and_dropout_of_an_adapter(key: jax.Array, tmp_path: Path):
+    """As `peft` names them: `use_dora`, `lora_dropout`, and a vector beside the factors."""
+    model = load(folders.write(tmp_path / "source", "llama 3"))
+    made = ef.add_lora(model.params, "layers/*/[qv]", 2, key, alpha=6, dora=True, dropout=0.125)
+    trainable, frozen = ef.split_trainable(made)
+    keys = jax.random.split(key, len(trainable))
+    filled = {n: x + 0.3 * jax.random.normal(k, x.shape) for k, (n, x) in zip(keys, trainable.items(), strict=True)}
+    trained = dataclasses.replace(model, params=ef.merge(filled, frozen))
+    save_adapter(tmp_path / "adapter", trained)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["use_dora"], said["lora_dropout"]) == (True, 0.125)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    q = trained.params["layers"][0]["q"]
+    at = "base_model.model.model.layers.0.self_attn.q_proj"
+    np.testing.assert_array_equal(stored[f"{at}.lora_magnitude_vector"], q.magnitude)
+    a, b = (np.asarray(stored[f"{at}.lora_{x}.weight"], np.float64) for x in "AB")
+    whole = np.asarray(model.params["layers"][0]["q"], np.float64).T + 3 * b @ a  # (out, in), as peft has it
+    want = stored[f"{at}.lora_magnitude_vector"][:, None] * whole / np.linalg.norm(whole, axis=1, keepdims=True)
+    np.testing.assert_allclose(q.materialize().T, want, atol=1e-5)
+    found = load_adapter(model, tmp_path / "adapter")
+    assert found.params["layers"][1]["v"].v.dropout == 0.125
+    np.testing.assert_allclose(logits(found), logits(trained), atol=1e-5)
+    mixed = [dict(layer) for layer in trained.params["layers"]]
+    mixed[0]["q"] = mixed[0]["q"].v
+    with pytest.raises(ValueError, match="DoRA for all or none"):
+        save_adapter(tmp_path / "no", dataclasses.replace(trained, params={**trained.params, "layers": mixed}))
+
+
 def test_what_cannot_be_written_or_read(key: jax.Array, tmp_path: Path):
     model = load(folders.write(tmp_path / "source", "qwen 3 moe"))
     with pytest.raises(ValueError, match="no adapter"):
@@ -85,7 +113,7 @@ def test_what_cannot_be_written_or_read(key: jax.Array, tmp_path: Path):
     file = tmp_path / "adapter" / "adapter_config.json"
     said = json.loads(file.read_text())
     file.write_text(json.dumps({**said, "use_dora": True}))
-    with pytest.raises(CheckpointError, match="says True for use_dora"):
+    with pytest.raises(CheckpointError, match=r"lora_magnitude_vector.*is missing; with use_dora"):
         load_adapter(model, tmp_path / "adapter")
     file.write_text(json.dumps({**said, "use_rslora": True}))
     first = load_adapter(model, tmp_path / "adapter").params["layers"][0]["q"]

@@ -24,7 +24,7 @@ from . import materialization as _materialization
 from . import shape_dtype as _shape_dtype
 from .box import box
 from .exporting import register_for_export
-from .fields import AUX, DECLARED, StaticData, check_mapped, layout, replaceable_fields, static_data_of
+from .fields import AUX, DECLARED, StaticData, check_mapped, check_result, layout, replaceable_fields, static_data_of
 from .operators import ArrayOperators
 from .placement import Placement
 
@@ -361,4 +361,6 @@ def _static_data(q: ImplicitArray) -> Any:
 
 
 def _flatten(q: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
+    if traces.has_named_axes():
+        check_result(q)
     return layout(type(q)).get_children(q), _static_data(q)

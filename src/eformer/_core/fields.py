@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, get_origin
@@ -159,6 +160,35 @@ def _check_parts(q: Any, source: Any) -> None:
     split = [axis for axis, entry in enumerate(spec or ()) if entry is not None]
     if not all(source.stores_axis_in_place(axis, source.ndim) for axis in split):
         raise errors.ShardingError(_messages.SHARDED_STORAGE.format(name=name, spec=spec))
+
+
+class _Checking(threading.local):
+    result: bool = False
+
+
+_checking = _Checking()
+
+
+def check_result(q: Any) -> None:
+    """Refuse an array as the result of `jax.shard_map` where one spec for all of it joins what it stores along other
+    axes than its own. Called when an array is taken apart while there are named axes."""
+    if _checking.result:
+        return
+    _checking.result = True  # this takes arrays apart itself
+    try:
+        spec = callers.spec_of_result(q)
+        split = [axis for axis, entry in enumerate(spec or ()) if entry is not None]
+        if not all(_is_stored_along(q, axis) for axis in split):
+            raise errors.ShardingError(_messages.SHARDED_RESULT.format(name=type(q).__name__, spec=spec))
+    finally:
+        _checking.result = False
+
+
+def _is_stored_along(q: Any, axis: int) -> bool:
+    """Is this axis the same axis of everything that is stored?"""
+    shapes = [leaf.shape for leaf in jtu.tree_leaves(layout(type(q)).get_children(q)) if hasattr(leaf, "shape")]
+    held = all(axis < len(shape) and shape[axis] == q.shape[axis] for shape in shapes)
+    return axis < q.ndim and held and q.stores_axis_in_place(axis, q.ndim)
 
 
 def _leaf_pairs(q: Any, source: Any) -> Iterator[tuple[Any, Any]]:

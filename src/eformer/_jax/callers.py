@@ -54,15 +54,32 @@ def spec_in_shard_map(array: Any) -> Any:
 
     Should JAX rename what is looked for here, the answer becomes None, and nothing is refused.
     """
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
     for frame in _frames("jax._src.shard_map", "wrapped"):
-        given = frame.f_locals
-        held = jtu.tree_map(lambda spec, part: _holds(part, array), given["in_specs"], given["args"], is_leaf=is_spec)
-        pairs = zip(jtu.tree_leaves(given["in_specs"], is_leaf=is_spec), jtu.tree_leaves(held), strict=True)
-        for spec, found in pairs:
-            if found:
-                return spec
+        if (spec := _spec_for(array, frame.f_locals["in_specs"], frame.f_locals["args"])) is not None:
+            return spec
     return None
+
+
+def spec_of_result(array: Any) -> Any:
+    """The PartitionSpec for the whole of `array`, a result of the shard_map whose body has just run; None if its stored
+    arrays have specs of their own, or if it is no such result.
+
+    Should JAX rename what is looked for here, the answer becomes None, and nothing is refused.
+    """
+    frame = next(_frames("jax._src.shard_map", "f_wrapped"), None)
+    given = {} if frame is None else frame.f_locals
+    try:
+        return _spec_for(array, given["out_specs"], given["ans"]) if {"out_specs", "ans"} <= given.keys() else None
+    except ValueError:  # specs that do not fit the results; JAX says so
+        return None
+
+
+def _spec_for(array: Any, specs: Any, values: Any) -> Any:
+    """The PartitionSpec that stands for the whole of an array in the specs of some values."""
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    held = jtu.tree_map(lambda spec, part: _holds(part, array), specs, values, is_leaf=is_spec)
+    pairs = zip(jtu.tree_leaves(specs, is_leaf=is_spec), jtu.tree_leaves(held), strict=True)
+    return next((spec for spec, found in pairs if found), None)
 
 
 def taken_apart_by_associative_scan(array: Any) -> bool:

@@ -35,6 +35,11 @@ def install_trace(trace: Any) -> None:
     _core.trace_ctx.set_trace(trace)
 
 
+def has_named_axes() -> bool:
+    """Is the body of a shard_map, or of a vmap that names its axis, running?"""
+    return _core.trace_ctx.axis_env is not _core.top_axis_env
+
+
 def is_staging() -> bool:
     """Is a program being traced, as by jit? Transformations of values that are computed at once do not count."""
     return isinstance(jax.numpy.zeros(()), Tracer)

@@ -14,6 +14,8 @@ LoraArray(float32[64,32], nf4 + lora 4, 2,688 bytes)
 from __future__ import annotations
 
 from .array import LoraArray as LoraArray
+from .dora import DoraArray as DoraArray
+from .parts import lora_dropout as lora_dropout
 from .tree import MergeReport as MergeReport
 from .tree import add_lora as add_lora
 from .tree import lora_mask as lora_mask

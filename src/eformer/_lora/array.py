@@ -25,6 +25,7 @@ class LoraArray(ImplicitArray, frozen=True):
 
     Invariants: `w` is (batch..., left axes..., right axes...), `a` is (batch..., left axes..., rank) and `b` is
     (batch..., rank, right axes...); `left` and `right` count those axes. Gradients flow to `a` and `b` only.
+    `dropout` is a note for training: see `lora_dropout`.
 
     >>> q = LoraArray(jnp.ones((3, 2)), jnp.ones((3, 1)), jnp.ones((1, 2)), scale=0.5)
     >>> jnp.ones(3) @ q
@@ -37,11 +38,14 @@ class LoraArray(ImplicitArray, frozen=True):
     scale: float = aux_field(default=1.0)
     left: int = aux_field(default=1)
     right: int = aux_field(default=1)
+    dropout: float = aux_field(default=0.0)
 
     compiles_products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.scale = float(self.scale)
+        self.scale, self.dropout = float(self.scale), float(self.dropout)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is not allowed; give a share of at least 0 and less than 1.")
         if is_storage(self.w, self.a, self.b):
             check_shapes(self)
         super().__post_init__()
@@ -70,6 +74,15 @@ class LoraArray(ImplicitArray, frozen=True):
     def frozen(self) -> Any:
         """`w`, through which no gradient flows."""
         return jax.tree.map(lax.stop_gradient, self.w)
+
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """What the factors are given of the other operand of a product."""
+        return x
+
+    def along_batch(self, cut: Callable[[Any], Any]) -> dict[str, Any]:
+        """Further fields after a change of the batch axes alone."""
+        del cut
+        return {}
 
     def update(self) -> jax.Array:
         """`scale * (a · b)`, dense, in the dtype of the factors."""
@@ -162,14 +175,14 @@ def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict
     base = _on_base(lambda lhs, rhs: default_handler(primitive, lhs, rhs, **params), *((w, x) if q_first else (x, w)))
     if not jnp.issubdtype(base.dtype, jnp.inexact):
         return NotImplemented
-    x_labels, first, second, out = _labels(x.ndim, q, q_first, params["dimension_numbers"])
+    x_labels, first, second, out = labels(x.ndim, q, q_first, params["dimension_numbers"])
     middle = [label for label in dict.fromkeys((*x_labels, *first[1])) if label in {*second[1], *out}]
     dtype = _factor_dtype(x, q)
     precision = params.get("precision")
     if isinstance(precision, tuple) and q_first:
         precision = precision[::-1]
     options = {"precision": precision, "preferred_element_type": wide(dtype)}
-    low = jnp.einsum(x.astype(dtype), x_labels, first[0].astype(dtype), first[1], middle, **options)
+    low = jnp.einsum(q.dropped(x).astype(dtype), x_labels, first[0].astype(dtype), first[1], middle, **options)
     low = (low * q.scale).astype(dtype)
     update = jnp.einsum(low, middle, second[0].astype(dtype), second[1], out, **options)
     return base + update.astype(base.dtype)
@@ -185,7 +198,7 @@ def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
     return implicit(op)(*operands) if any(map(is_implicit, operands)) else op(*operands)
 
 
-def _labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any, Any, Any, Any]:
+def labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any, Any, Any, Any]:
     """Einsum labels: axis i of w is i, the rank is w.ndim, free axes of x follow.
 
     Those of x, both factors and theirs (the one that holds contracted axes first), and those of the result.
@@ -226,7 +239,7 @@ def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: 
     first, second = (q.a, q.b) if tuple(q_axes) == (1,) else (q.b.mT, q.a.mT)
     dtype = _factor_dtype(x, q)
     options = {"precision": params.get("precision"), "preferred_element_type": wide(dtype)}
-    low = lax.ragged_dot(x.astype(dtype), first.astype(dtype), group_sizes, **options)
+    low = lax.ragged_dot(q.dropped(x).astype(dtype), first.astype(dtype), group_sizes, **options)
     update = lax.ragged_dot((low * q.scale).astype(dtype), second.astype(dtype), group_sizes, **options)
     return base + update.astype(base.dtype)
 
@@ -276,7 +289,9 @@ def slice_(q: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any
     if _picked_axis(q, sizes) is not None:
         return dynamic_slice(q, *map(jnp.int32, start_indices), slice_sizes=sizes)
     w = _on_base(lambda w: part(w, range(q.ndim)), q.w)
-    return dataclasses.replace(q, w=w, a=part(q.a, _axes(q)[0]), b=part(q.b, _axes(q)[1]))
+    batch = range(q.ndim - q.left - q.right)
+    more = q.along_batch(lambda x: part(x, batch))
+    return dataclasses.replace(q, w=w, a=part(q.a, _axes(q)[0]), b=part(q.b, _axes(q)[1]), **more)
 
 
 @register("squeeze")
@@ -285,7 +300,8 @@ def squeeze(q: LoraArray, *, dimensions: Any, **params: Any) -> Any:
     if any(axis >= q.ndim - q.left - q.right for axis in dimensions):
         return NotImplemented
     w = _on_base(lambda w: lax.squeeze(w, dimensions), q.w)
-    return dataclasses.replace(q, w=w, a=lax.squeeze(q.a, dimensions), b=lax.squeeze(q.b, dimensions))
+    more = q.along_batch(lambda x: lax.squeeze(x, dimensions))
+    return dataclasses.replace(q, w=w, a=lax.squeeze(q.a, dimensions), b=lax.squeeze(q.b, dimensions), **more)
 
 
 @register("gather")

@@ -23,6 +23,8 @@ from eformer._quantize.report import relative_error
 from eformer.errors import UnusedRuleWarning
 
 from .array import LoraArray, check_shapes
+from .dora import DoraArray
+from .parts import ADAPTERS, Adapter, low_rank, with_trained
 
 Ranks = str | Iterable[str] | Mapping[str, int | None]
 
@@ -37,6 +39,8 @@ def add_lora(
     dtype: Any = jnp.float32,
     skip: Iterable[str] = tuple(GROUPS),
     rank_stabilized: bool = False,
+    dropout: float = 0.0,
+    dora: bool = False,
 ) -> Any:
     """Put a `LoraArray` around every matrix whose path matches. At first the model computes what it did before.
 
@@ -49,6 +53,8 @@ def add_lora(
         dtype: of the factors.
         skip: groups of leaves that get none, as for `quantize_tree`; by default all but the kernels of layers.
         rank_stabilized: scale updates by `alpha / sqrt(rank)` instead (rsLoRA), so that a high rank learns as quickly.
+        dropout: the share of inputs that the factors do not see in training, where `lora_dropout` is called.
+        dora: train the length of every column apart from its direction: a `DoraArray`.
 
     >>> add_lora({"q": jnp.ones((8, 4)), "k": jnp.ones((8, 4))}, "q", 2, jax.random.key(0))["q"].a.shape
     (8, 2)
@@ -71,16 +77,14 @@ def add_lora(
             if size is not None:
                 scale = 1.0 if alpha is None else alpha / (math.sqrt(size) if rank_stabilized else size)
                 if id(value) not in made:
-                    made[id(value)] = _adapted(leaf, role, size, key, scale, dtype)
+                    made[id(value)] = _adapted(leaf, role, size, key, scale, dtype, dropout, dora)
                 value = made[id(value)]
         results.append(value)
     unused = [rule.pattern for rule in ranks if rule.pattern not in used]
     if unused:
         near = ", ".join(repr(leaf.path) for leaf in tree.leaves[:3])
         message = f"add_lora: {unused} match no matrix; paths look like {near}"
-        taken = [
-            x.path for x in tree.leaves if isinstance(x.value, LoraArray) and any(r.matches(x.path) for r in ranks)
-        ]
+        taken = [x.path for x in tree.leaves if isinstance(x.value, ADAPTERS) and any(r.matches(x.path) for r in ranks)]
         if taken:
             message = (
                 f"add_lora: {taken[0]!r} has an adapter already, which stays. Call merge_lora first for another one."
@@ -110,10 +114,12 @@ def _can_have_one(leaf: Leaf, role: Role, skip: frozenset[str]) -> bool:
     value = leaf.value
     matrix = hasattr(value, "dtype") and hasattr(value, "shape") and len(value.shape) >= 2
     floating = matrix and jnp.issubdtype(value.dtype, jnp.floating)
-    return floating and role.kind not in skip and not isinstance(value, LoraArray)
+    return floating and role.kind not in skip and not isinstance(value, ADAPTERS)
 
 
-def _adapted(leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dtype: Any) -> LoraArray:
+def _adapted(
+    leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dtype: Any, dropout: float, dora: bool
+) -> Adapter:
     value = leaf.value
     shape, input_first = tuple(value.shape), role.inputs[0] < role.outputs[0]
     # After both comes the window of a convolution (out, in, window...), which is summed over as the inputs are.
@@ -133,7 +139,8 @@ def _adapted(leaf: Leaf, role: Role, rank: int, key: jax.Array, scale: float, dt
     random = jax.random.normal(own, a if input_first else b, dtype) / math.sqrt(max(fan_in, 1))
     zeros = jnp.zeros(b if input_first else a, dtype)
     a, b = (random, zeros) if input_first else (zeros, random)
-    return LoraArray(value, a, b, scale, len(first), len(second))
+    made = LoraArray(value, a, b, scale, len(first), len(second), dropout)
+    return DoraArray.over(made, columns=input_first) if dora else made
 
 
 # -- training: what is trained apart from the rest, and joined again ---------------------------------------------------
@@ -171,10 +178,9 @@ def split_trainable(params: Any, also: str | Iterable[str] = ()) -> tuple[dict[s
         value = leaf.value
         if id(value) in opened:
             continue
-        if isinstance(value, LoraArray):
+        if isinstance(value, ADAPTERS):
             prefix = f"{leaf.path}/" if leaf.path else ""
-            factors = (_hole(f"{prefix}{name}", getattr(value, name), trainable) for name in ("a", "b"))
-            opened[id(value)] = _with_parts(value, value.w, *factors)
+            opened[id(value)] = with_trained(value, lambda name, x, at=prefix: _hole(f"{at}{name}", x, trainable))
         elif _is_dense(value) and (hits := [p.pattern for p in patterns if p.matches(leaf.path)]):
             used.update(hits)
             opened[id(value)] = _hole(leaf.path, value, trainable)
@@ -189,8 +195,8 @@ def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
     seen: set[str] = set()
 
     def fill(x: Any) -> Any:
-        if isinstance(x, LoraArray):
-            return _checked(_with_parts(x, x.w, fill(x.a), fill(x.b)), x)
+        if isinstance(x, ADAPTERS):
+            return _checked(with_trained(x, lambda _, part: fill(part)), x)
         if not isinstance(x, Hole):
             return x
         if x.name not in trainable:
@@ -198,7 +204,7 @@ def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
         seen.add(x.name)
         return trainable[x.name]
 
-    merged = map_tree(fill, frozen, lambda x: isinstance(x, (Hole, LoraArray)))
+    merged = map_tree(fill, frozen, lambda x: isinstance(x, (Hole, *ADAPTERS)))
     extra = sorted(set(trainable) - seen)
     if extra:
         raise ValueError(f"the frozen part has no place for {extra[:5]}; both must come from one split_trainable.")
@@ -214,9 +220,9 @@ def lora_mask(params: Any) -> Any:
     """
 
     def mask(leaf: Any) -> Any:
-        if not isinstance(leaf, LoraArray):
+        if not isinstance(leaf, ADAPTERS):
             return jax.tree.map(lambda _: False, leaf)
-        return _with_parts(leaf, jax.tree.map(lambda _: False, leaf.w), True, True)
+        return with_trained(leaf, lambda *_: True, lambda rest: jax.tree.map(lambda _: False, rest))
 
     return map_tree(mask, params, lambda x: isinstance(x, ImplicitArray))
 
@@ -226,18 +232,14 @@ def _is_dense(value: Any) -> bool:
     return is_array and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _with_parts(q: LoraArray, *parts: Any) -> LoraArray:
-    """The same array with other parts, which need not be arrays."""
-    return LoraArray.tree_unflatten(q.tree_flatten_with_keys()[1], parts)
-
-
-def _checked(filled: LoraArray, opened: LoraArray) -> LoraArray:
+def _checked(filled: Any, opened: Any) -> Any:
     """Factors that were filled in must fit `w`: of one layer inside a scan, of one device inside `shard_map`."""
-    if is_storage(filled.w, filled.a, filled.b):
+    made, holes = low_rank(filled), low_rank(opened)
+    if is_storage(made.w, made.a, made.b):
         try:
-            check_shapes(filled)
+            check_shapes(made)
         except ValueError as err:
-            raise ValueError(f"{opened.a!r} and {opened.b!r} cannot be filled: {err}") from err
+            raise ValueError(f"{holes.a!r} and {holes.b!r} cannot be filled: {err}") from err
     return filled
 
 
@@ -304,11 +306,11 @@ def merge_lora(params: Any, into: Choice = "base") -> tuple[Any, MergeReport]:
     costs = []
     for leaf, role in zip(tree.leaves, roles_of(tree.leaves), strict=True):
         q = leaf.value
-        if isinstance(q, LoraArray) and id(q) not in made:
-            dense = q.materialize()
-            made[id(q)] = merged = _requantized(dense, q, role, into, leaf.path)
+        if isinstance(q, ADAPTERS) and id(q) not in made:
+            dense, base = q.materialize(), low_rank(q)
+            made[id(q)] = merged = _requantized(dense, base, role, into, leaf.path)
             fmt = getattr(merged, "format", merged.dtype.name)
-            costs.append(MergeCost(leaf.path, fmt, relative_error(merged, dense), relative_error(q.w, dense)))
+            costs.append(MergeCost(leaf.path, fmt, relative_error(merged, dense), relative_error(base.w, dense)))
     return tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in tree.leaves), MergeReport(tuple(costs))
 
 

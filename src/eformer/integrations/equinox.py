@@ -18,7 +18,7 @@ import equinox as eqx
 import jax
 
 from eformer._core import ImplicitArray, implicit
-from eformer.ops.quantization import LoraArray
+from eformer._lora.parts import ADAPTERS, with_trained
 
 
 class Dispatching(eqx.Module):
@@ -76,12 +76,11 @@ def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[.
 
 def _trained(leaf: Any) -> Any:
     """Whether a leaf is trained. In an adapter only the factors are, and nothing below `w`, even another adapter."""
-    if isinstance(leaf, LoraArray):
-        parts = (False, _trained(leaf.a), _trained(leaf.b))
-        return LoraArray.tree_unflatten(leaf.tree_flatten_with_keys()[1], parts)
+    if isinstance(leaf, ADAPTERS):
+        return with_trained(leaf, lambda _, part: _trained(part), lambda _: False)
     return not isinstance(leaf, ImplicitArray) and eqx.is_inexact_array(leaf)
 
 
 def _is_whole(x: Any) -> bool:
     """Is `x` an implicit array that is trained as a whole or not at all? Only adapters have parts that are trained."""
-    return isinstance(x, ImplicitArray) and not isinstance(x, LoraArray)
+    return isinstance(x, ImplicitArray) and not isinstance(x, ADAPTERS)

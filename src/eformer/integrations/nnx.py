@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from eformer._core import ImplicitArray, implicit
 from eformer._formats.arguments import is_storage
 from eformer._lora import LoraArray
+from eformer._lora.parts import ADAPTERS, Adapter, low_rank, with_trained
 
 
 class Dispatching(nnx.Module):
@@ -53,18 +55,25 @@ def trainable(path: tuple[Any, ...], value: Any) -> bool:
 
 
 class AdaptedParam(nnx.Module):
-    """Stands where a parameter with a `LoraArray` stood, so that filters see its factors; who reads it gets that array.
+    """Stands where a parameter with an adapter stood, so that filters see its factors; who reads it gets that adapter.
 
-    `w` is the parameter without the adapter, `a` and `b` are `nnx.LoRAParam`s.
+    `w` is the parameter without the adapter, `a` and `b` are `nnx.LoRAParam`s; so is the `magnitude` of a `DoraArray`.
     """
 
-    def __init__(self, param: nnx.Variable[Any], array: LoraArray):
-        self.w, self.a, self.b = param.replace(array.w), nnx.LoRAParam(array.a), nnx.LoRAParam(array.b)
-        self.w.set_metadata("adapted", array.tree_flatten_with_keys()[1])
+    w: Any
 
-    def get_value(self) -> LoraArray:
-        parts = (x.get_raw_value() for x in (self.w, self.a, self.b))
-        return LoraArray.tree_unflatten(self.w.get_metadata("adapted"), parts)
+    def __init__(self, param: nnx.Variable[Any], array: Adapter):
+        rest: list[Any] = []
+        opened = with_trained(array, lambda name, x: setattr(self, name, nnx.LoRAParam(x)), rest.append)
+        for name, part in zip(("w", "squares"), rest, strict=False):
+            held = param.replace(part)
+            held.set_metadata("adapted", jax.tree.structure(opened, is_leaf=lambda x: x is None))
+            setattr(self, name, held)
+
+    def get_value(self) -> Adapter:
+        names = ("w", "a", "b", "magnitude", "squares")
+        parts = [getattr(self, name).get_raw_value() for name in names if hasattr(self, name)]
+        return jax.tree.unflatten(self.w.get_metadata("adapted"), parts)
 
     get_raw_value = __jax_array__ = get_value
 
@@ -97,7 +106,9 @@ def taken_apart(model: nnx.Module) -> nnx.Module:
 
     def apart(x: Any) -> Any:
         array = x.get_raw_value() if isinstance(x, nnx.Variable) else None
-        return AdaptedParam(x, array) if isinstance(array, LoraArray) and is_storage(array.a, array.b) else x
+        if not isinstance(array, ADAPTERS) or type(low_rank(array)) is not LoraArray:  # that drops: inside of a step
+            return x
+        return AdaptedParam(x, array) if is_storage(low_rank(array).a, low_rank(array).b) else x
 
     return _exchanged(model, apart)
 

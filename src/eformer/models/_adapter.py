@@ -18,6 +18,8 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._lora.array import LoraArray
+from eformer._lora.dora import DoraArray
+from eformer._lora.parts import ADAPTERS, low_rank
 from eformer.errors import CheckpointError
 from eformer.serialization import open_lazy, save
 from eformer.serialization.safetensors.writing import atomic_file
@@ -28,7 +30,7 @@ from ._folder import read_json
 from ._generate import Model
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PREFIX, _MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 
 
 def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
@@ -38,9 +40,14 @@ def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
         folder: gets `adapter_config.json` and `adapter_model.safetensors`.
         model: with a `LoraArray` in place of some matrices of its layers, as `add_lora` puts them.
     """
-    found = {name: q for name, our, q in _matrices(model) if isinstance(q, LoraArray)}
-    if not found:
+    adapters = {name: q for name, our, q in _matrices(model) if isinstance(q, ADAPTERS)}
+    if not adapters:
         raise ValueError("the model has no adapter; add_lora(model.params, ...) makes them.")
+    found = {name: low_rank(q) for name, q in adapters.items()}
+    magnitudes = {name: q.magnitude for name, q in adapters.items() if isinstance(q, DoraArray)}
+    dropouts = {q.dropout for q in found.values()}
+    if len(dropouts) > 1 or len(magnitudes) not in (0, len(found)):
+        raise ValueError("peft has one dropout for all adapters, and DoRA for all or none; these differ.")
     ranks = {name: q.a.shape[-1] for name, q in found.items()}
     alphas = {name: float(q.scale) * ranks[name] for name, q in found.items()}
     rank, alpha = (collections.Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
@@ -51,7 +58,8 @@ def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
         "base_model_name_or_path": None if model.folder is None else str(model.folder),
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": dropouts.pop(),
+        "use_dora": bool(magnitudes),
         "bias": "none",
         "target_modules": sorted(short if len(found) == len(short) * layers else found),
         "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
@@ -62,6 +70,7 @@ def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     factors = {f"{_PREFIX}{name}.lora_A.weight": np.asarray(q.a).T for name, q in found.items()}
     factors |= {f"{_PREFIX}{name}.lora_B.weight": np.asarray(q.b).T for name, q in found.items()}
+    factors |= {f"{_PREFIX}{name}.{_MAGNITUDE}": np.asarray(x) for name, x in magnitudes.items()}
     save(folder / _WEIGHTS, factors, metadata={"format": "pt"})
     _write_json(folder / _CONFIG, config)
     return folder
@@ -70,7 +79,7 @@ def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     """The model with the LoRA factors of a folder that `save_adapter` or `peft` wrote, over the weights it has."""
     config = read_json(Path(folder) / _CONFIG)
-    for key, allowed in (("peft_type", "LORA"), ("use_dora", False), ("bias", "none"), ("modules_to_save", None)):
+    for key, allowed in (("peft_type", "LORA"), ("bias", "none"), ("modules_to_save", None)):
         if config.get(key, allowed) not in (allowed, []):
             what = f"says {config[key]!r} for {key}; adapters are read where it is {allowed!r}."
             raise CheckpointError(what, file=Path(folder) / _CONFIG)
@@ -83,12 +92,25 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
             factors = jnp.asarray(opened[a]).T, jnp.asarray(opened[b]).T
             rank, alpha = factors[0].shape[1], _pattern(config, "alpha_pattern", name, config.get("lora_alpha", 8))
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            layers[int(name.split(".")[2])][our] = LoraArray(w, *factors, scale)
-            left -= {a, b}
+            made = LoraArray(w, *factors, scale, dropout=config.get("lora_dropout") or 0.0)
+            if config.get("use_dora"):
+                made = DoraArray.over(made, magnitude=_magnitude(opened, name, made.shape[1]))
+            layers[int(name.split(".")[2])][our] = made
+            left -= {a, b, f"{_PREFIX}{name}.{_MAGNITUDE}"}
     if left:
         what = "belongs to no matrix of a layer of this model."
         raise CheckpointError(what, file=Path(folder) / _WEIGHTS, tensor=min(left))
     return dataclasses.replace(model, params={**model.params, "layers": layers})
+
+
+def _magnitude(opened: Any, name: str, size: int) -> Any:
+    """The lengths of the columns; early files have them as a matrix of one row or column."""
+    tensor = f"{_PREFIX}{name}.{_MAGNITUDE}"
+    if tensor not in opened or opened[tensor].size != size:
+        there = f"has the shape {list(opened[tensor].shape)}" if tensor in opened else "is missing"
+        what = f"{there}; with use_dora every matrix has one of [{size}]."
+        raise CheckpointError(what, file=getattr(opened, "path", None), tensor=tensor)
+    return jnp.asarray(opened[tensor]).reshape(size)
 
 
 def _pattern(config: dict[str, Any], key: str, name: str, default: Any) -> Any:
@@ -103,7 +125,7 @@ def _matrices(model: Model) -> Iterator[tuple[str, str, Any]]:
         for our, theirs in MATRICES.items():
             if our in layer and ("router" not in layer or our in "qkvo"):
                 yield f"model.layers.{number}.{theirs}", our, layer[our]
-            elif isinstance(layer.get(our), LoraArray):
+            elif isinstance(layer.get(our), ADAPTERS):
                 raise ValueError(f"layer {number}: adapters of experts cannot be written; add them to others only.")
 
 
@@ -142,7 +164,7 @@ def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for number, layer in enumerate(model.params["layers"]):
         at = f"model.layers.{number}."
         for our, value in layer.items():
-            if isinstance(value, LoraArray):
+            if isinstance(value, ADAPTERS):
                 raise ValueError(
                     f"{at}{our} has an adapter; merge_lora folds it into the weight, save_adapter writes it."
                 )

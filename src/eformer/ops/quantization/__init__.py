@@ -13,9 +13,11 @@ from eformer._formats.floating.array import ArrayFloat as ArrayFloat
 from eformer._formats.integer.array import ArrayInt as ArrayInt
 from eformer._kernels.backends import is_kernel_available as is_kernel_available
 from eformer._kernels.select import nf4_use_kernel as nf4_use_kernel
+from eformer._lora import DoraArray as DoraArray
 from eformer._lora import LoraArray as LoraArray
 from eformer._lora import MergeReport as MergeReport
 from eformer._lora import add_lora as add_lora
+from eformer._lora import lora_dropout as lora_dropout
 from eformer._lora import lora_mask as lora_mask
 from eformer._lora import merge as merge
 from eformer._lora import merge_lora as merge_lora

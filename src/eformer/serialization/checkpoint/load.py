@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from eformer._core import ImplicitArray
 from eformer._formats.base import QuantizedArray
 from eformer._lora.array import LoraArray
+from eformer._lora.dora import DoraArray
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import Entry, about, fits_jax, from_stored, loaded_shape
@@ -216,7 +217,7 @@ class LazyCheckpoint(NamedLeaves):
             return jax.make_array_from_callback(shape, NamedSharding(sharding.mesh, by_tensor[tensor]), part)
 
         made = restore(self.description(name), fetch)
-        return made.with_sharding(sharding) if isinstance(made, (QuantizedArray, LoraArray)) else made
+        return made.with_sharding(sharding) if isinstance(made, (QuantizedArray, LoraArray, DoraArray)) else made
 
 
 def open_lazy(path: str | os.PathLike[str], *, memory_map: bool = True) -> LazyCheckpoint:

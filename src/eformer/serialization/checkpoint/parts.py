@@ -112,7 +112,7 @@ def read_lora(q: LoraArray, tensors: Mapping[int, str], index: Any, fetch: Read)
         raise CheckpointError(f"is an adapter over a {type(q.w).__name__}, of which no slices can be read.")
     a = fetch(tensors[id(q.a)], (*cuts[:middle], every))
     b = fetch(tensors[id(q.b)], (*cuts[:batch], every, *cuts[middle:]))
-    return LoraArray(w, a, b, scale=q.scale, left=q.left, right=q.right)
+    return LoraArray(w, a, b, scale=q.scale, left=q.left, right=q.right, dropout=q.dropout)
 
 
 def normalized(index: Any, shape: tuple[int, ...]) -> list[slice]:

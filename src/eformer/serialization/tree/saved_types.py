@@ -25,6 +25,7 @@ from eformer._formats.nf4.codec import GROUP
 from eformer._formats.onebit.array import Array1B
 from eformer._formats.permuted.array import PermutedArray
 from eformer._lora.array import LoraArray
+from eformer._lora.dora import DoraArray
 from eformer.errors import CheckpointError
 
 Pack = Callable[[Any], tuple[Mapping[str, Any], Mapping[str, Any]]]
@@ -183,6 +184,17 @@ def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Compr
     return made
 
 
+def _pack_lora(q: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As earlier versions did, which knew no dropout, where there is none."""
+    parts, fields = pack_fields(q)
+    return parts, {name: value for name, value in fields.items() if name != "dropout" or value}
+
+
+def _unpack_lora(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> LoraArray:
+    more = {"dropout": float} if "dropout" in fields else {}
+    return strict(LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, {**_LORA, **more})(parts, fields)
+
+
 _BLOCKED = {"axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _INT8 = {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
 _FLOAT = {"kind": str, "axis": int | None, "pad": int, "use_kernel": bool, "dtype": np.dtype}
@@ -207,8 +219,9 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
     ("float", ArrayFloat, {"codes": "uint8", "scale": SCALE, "tensor_scale": OPTIONAL}, _FLOAT),
     ("permuted", PermutedArray, {"w": FLOATING, "order": "int32"}, {"axis": int}),
-    ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
+    ("dora", DoraArray, {"v": FLOATING, "magnitude": FLOATING, "squares": FLOATING}, {"columns": bool}),
 )
 for _name, _cls, _kinds, _fields in TYPES:
     register_type(_cls, _name, unpack=strict(_cls, _kinds, _fields))
+register_type(LoraArray, "lora", pack=_pack_lora, unpack=_unpack_lora)
 register_type(CompressedAbsmax, "nf4_absmax", unpack=_unpack_absmax)
