@@ -1,9 +1,10 @@
 """Time of products with quantized matrices on a GPU, against dense bfloat16 in JAX and the kernels of PyTorch.
 
     python benchmarks/gpu_matmul.py [--quick] [--json PATH] [--seconds N] [--rows M ...] [--forms dot axpy]
-        [--formats F ...] [--shapes N] [--no-torch]
+        [--formats F ...] [--shapes N] [--activations] [--no-torch]
 
 "dot" is x @ w, "axpy" its gradient's form, `einsum("mk,nk->mn", x, w)`; dense matrices are laid out alike.
+With --activations, formats that have such a product are timed with x rounded to 8 bits, too; rounding is in the time.
 Every product is timed over several matrices inside one compiled program, so that no matrix comes from the cache. TB/s
 counts codes, scales, x and y; the percentage is of a device-to-device copy measured in the same run.
 """
@@ -31,6 +32,10 @@ SHAPES = (
 ROWS = (1, 16, 64, 256, 1024, 4096, 4, 32, 128, 512, 2048, 8, 2)
 # (format, M) -> the ratio to dense to be reached on an H200
 TARGETS = {("nf4", 1): 0.40, ("nf4", 16): 0.48, ("nf4", 64): 0.75, ("int8", 1): 0.58, ("int8", 16): 0.60}
+ROUNDED = {"int8": "int8", "fp8_e4m3": "fp8"}  # what x is rounded to
+ROUNDED_TARGETS = {("int8", 4096): 0.62, ("fp8", 4096): 0.60} | {
+    (to, m): t for to in ROUNDED.values() for m, t in ((1024, 0.72), (256, 0.95))
+}
 TARGETS |= {("ternary", 1): 0.25} | {(fmt, m): 1.10 for fmt in PER_BYTE for m in (256, 4096)}
 
 
@@ -40,7 +45,9 @@ def copy_bandwidth() -> float:
     return 2 * block.nbytes / microseconds(jax.jit(lambda v: v + 1), block, calls=5) / 1e6
 
 
-def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str], form: str = "dot") -> list[dict[str, Any]]:
+def measure(
+    k: int, n: int, m: int, bandwidth: float, formats: list[str], form: str = "dot", *, rounding: bool = False
+) -> list[dict[str, Any]]:
     count = max(2, min(16, (2 << 30) // (2 * k * n)))
     calls = 10 if m < 1000 else 2
     keys = jax.random.split(jax.random.key(k + n + m), count)
@@ -63,16 +70,19 @@ def measure(k: int, n: int, m: int, bandwidth: float, formats: list[str], form: 
             "cols": k if form == "dot" else n,
             "block": BLOCK if fmt in IN_BLOCKS else None,
         }
+        for activations in (None, ROUNDED[fmt]) if rounding and fmt in ROUNDED else (None,):
 
-        def products(x: Any, stored: Any, how: Any = how) -> Any:
-            return corner_of([qmatmul(x, c, s, **how) for c, s in stored])
+            def products(x: Any, stored: Any, how: Any = how, to: Any = activations) -> Any:
+                return corner_of([qmatmul(x, c, s, activations=to, **how) for c, s in stored])
 
-        us = microseconds(jax.jit(products), x, stored, calls=calls) / count
-        moved = code_bytes(fmt, n, k) + 2 * m * (n + k)
-        speed = moved / us / 1e6
-        target = TARGETS.get((fmt, m)) if form == "dot" else None
-        rows.append({"k": k, "n": n, "m": m, "form": form, "format": fmt, "us": us, "ratio": us / base, "tb_s": speed,
-                     "percent_of_copy": 100 * speed / bandwidth, "target": target})  # fmt: skip
+            us = microseconds(jax.jit(products), x, stored, calls=calls) / count
+            moved = code_bytes(fmt, n, k) + 2 * m * (n + k)
+            speed = moved / us / 1e6
+            target = TARGETS.get((fmt, m)) if form == "dot" else None
+            target = target if activations is None else ROUNDED_TARGETS.get((activations, m))
+            name = fmt if activations is None else f"{fmt} x {activations}"
+            rows.append({"k": k, "n": n, "m": m, "form": form, "format": name, "us": us, "ratio": us / base,
+                         "tb_s": speed, "percent_of_copy": 100 * speed / bandwidth, "target": target})  # fmt: skip
     return rows
 
 
@@ -147,6 +157,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
     parser.add_argument("--forms", choices=("dot", "axpy"), nargs="*", default=("dot", "axpy"))
     parser.add_argument("--commit", help="of the tree that is measured, for the file")
+    parser.add_argument("--activations", action="store_true", help="round x to 8 bits, too")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch and bitsandbytes out")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -163,7 +174,7 @@ def main() -> None:
         for k, n in shapes:
             if time.monotonic() - begin > options.seconds:
                 continue
-            rows = measure(k, n, m, bandwidth, options.formats, form)
+            rows = measure(k, n, m, bandwidth, options.formats, form, rounding=options.activations)
             if m <= 64 and form == "dot" and not options.no_torch:
                 rows += with_torch(k, n, m)
             result["rows"] += rows

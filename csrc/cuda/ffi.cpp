@@ -10,7 +10,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 3;
+constexpr int64_t abi_version = 4;
 // Values in a stored byte, by the number of the format; 0 where there are no kernels for it.
 constexpr int64_t per_byte[10] = {2, 1, 4, 8, 2, 2, 2, 0, 1, 1};
 
@@ -107,6 +107,38 @@ ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi
   return finished(*x_type == 1 ? multiply_wide_bf16(stream, w) : multiply_wide_f16(stream, w));
 }
 
+// x is rounded to codes, which go into `rounded` with their scales in `found`. `given` has no elements where the scales of x
+// are to be found.
+ffi::Error bytes(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                 ffi::Buffer<ffi::F32> given, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U8>> rounded,
+                 ffi::Result<ffi::Buffer<ffi::F32>> found, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+                 int64_t splits) {
+  BytesProduct p{};
+  if (fmt != 1 && fmt != 8) return invalid("x is rounded to 8 bits for int8 and e4m3 weights only.");
+  if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  const auto xd = x.dimensions(), yd = y->dimensions(), rd = rounded->dimensions();
+  const int64_t deep = axpy ? p.d.rows : cols, across = axpy ? cols : p.d.rows;
+  const auto x_type = float_type(x), y_type = float_type(*y);
+  if (!x_type || !y_type) return invalid("x and y must be floats.");
+  if (xd.size() != 3 || yd.size() != 3 || xd[0] != p.d.count || xd[2] != deep || yd[0] != xd[0] || yd[1] != xd[1] ||
+      yd[2] != across)
+    return invalid("x and y do not fit the codes.");
+  const int64_t rows = xd[0] * xd[1];
+  if (rd.size() != 3 || rd[0] != xd[0] || rd[1] != xd[1] || rd[2] < deep || rd[2] % 16 ||
+      static_cast<int64_t>(found->element_count()) != rows)
+    return invalid("the work space does not fit x.");
+  const int64_t has = static_cast<int64_t>(given.element_count());
+  if (has != 0 && has != rows) return invalid("there must be one scale for every row of x.");
+  if (!p.d.scale || (axpy ? p.d.scale_rows : p.d.scale_cols) != 1) return invalid("scales must be those of results.");
+  const RoundedRows r{x.untyped_data(), *x_type, rows, deep, rd[2], fmt == 8, has ? given.typed_data() : nullptr,
+                      rounded->typed_data(), found->typed_data()};
+  if (cudaError_t e = round_rows(stream, r)) return finished(e);
+  p.x = r.codes, p.x_scale = r.scale, p.m = xd[1], p.x_pitch = rd[2];
+  p.y = y->untyped_data(), p.y_dtype = *y_type;
+  p.axpy = axpy != 0, p.width = static_cast<int>(width), p.splits = static_cast<int>(splits);
+  return finished(multiply_bytes(stream, p));
+}
+
 ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::Buffer<ffi::S32> groups, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block,
                   int64_t tiles) {
@@ -176,6 +208,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaWide, wide,
                                   .Attr<int64_t>("splits")
                                   .Attr<int64_t>("rest")
                                   .Attr<int64_t>("rest_splits"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaBytes, bytes,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("axpy")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("splits"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaRagged, ragged,
                               ffi::Ffi::Bind()

@@ -55,4 +55,27 @@ struct WideProduct {
 cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w);
 cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w);
 
+// Codes of 8 bits on both sides, on Hopper: rows of x are rounded, then multiplied.
+struct RoundedRows {
+  const void* x;
+  int x_dtype;
+  int64_t rows, cols, pitch;  // bytes from row to row of the codes, a multiple of 16
+  int floats;                 // codes are e4m3, not integers
+  const float* given;         // scales; null where they are found
+  uint8_t* codes;
+  float* scale;
+};
+cudaError_t round_rows(cudaStream_t stream, const RoundedRows& r);
+
+struct BytesProduct {
+  Matrices d;
+  const uint8_t* x;  // codes
+  const float* x_scale;
+  int64_t m, x_pitch;
+  void* y;
+  int y_dtype;
+  int axpy, width, splits;  // rows of x per block, blocks that share a tile
+};
+cudaError_t multiply_bytes(cudaStream_t stream, const BytesProduct& p);
+
 }  // namespace eformer

@@ -21,6 +21,7 @@ function(eformer_part name header instances)
 namespace eformer {
 #define S(FMT, TERMS) template cudaError_t multiply_skinny<FMT, @type@, TERMS>(cudaStream_t, const Product&, const Device&);
 #define D(FMT) template cudaError_t multiply_dot<FMT, @type@>(cudaStream_t, const Product&, const Device&);
+#define B(KIND) template cudaError_t multiply_bytes<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define W(FMT, TERMS) template cudaError_t multiply_wide<FMT, @type@, @form@, TERMS>(cudaStream_t, const WideProduct&);
 @lines@
 }  // namespace eformer
@@ -46,4 +47,7 @@ endforeach()
 set(type ${type_bf16})
 foreach(form kDot kAxpy)
   eformer_part(wide_bf16_${form}_sums wide_launch.cuh "W(kNf4, 2)")
+  foreach(kind kInt8 kE4m3)
+    eformer_part(bytes_${form}_${kind} bytes_launch.cuh "B(${kind})")
+  endforeach()
 endforeach()

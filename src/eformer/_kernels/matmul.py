@@ -230,6 +230,7 @@ PRODUCT = Operation(
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(xla.qmatmul)),
         Candidate("reference", "reference", anything, reference),
         Candidate("native_cpu", "native", cpu.refuses_rounded, cpu.byte_matmul, rounds_x=True),
+        Candidate("native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
         Candidate("reference", "reference", anything, activations.reference, rounds_x=True),
     ),

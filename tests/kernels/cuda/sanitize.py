@@ -34,6 +34,13 @@ TABLE += [(50, 1024, m, how) for how in MORE for m in (3, 12)]
 TABLE += [(136, 1280, m, how) for how in MORE for m in (12, 40, 140)]
 # Tiles that are launched behind the others.
 TABLE += [(8576, 1280, 250, NF4)]
+# x rounded to 8 bits: with and without splits, tiles with edges.
+ROUNDED = [
+    (fmt, activations, form, m)
+    for fmt, activations in (("int8", "int8"), ("fp8_e4m3", "fp8"))
+    for form in ("dot", "axpy")
+    for m in (3, 40, 140, 300)
+]
 PER_BYTE = {"int8": 1, "fp8_e4m3": 1, "ternary": 4, "binary": 8}
 
 
@@ -65,6 +72,13 @@ def main() -> None:
             bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in jax.block_until_ready((y, back, looked_up, ragged))
         )
     print(f"{len(table)} products, each with its ragged twin and a lookup: finite")
+    for fmt, activations, form, m in ROUNDED:
+        x = jnp.asarray(rng.standard_normal((m, 1280 if form == "dot" else 144)), jnp.bfloat16)
+        codes = jnp.asarray(rng.integers(0, 64, (144, 1280)), jnp.int8 if fmt == "int8" else jnp.uint8)
+        scale = jnp.ones((144, 1) if form == "dot" else (1, 1280))
+        y = qmatmul(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
+        assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
+    print(f"{len(ROUNDED)} products that round x: finite")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,18 @@ from jax import lax
 
 from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import Problem, out_shape
-from . import _wide
+from . import _bytes, _wide
 from .tuning import BYTES, cut, generation, is_skinny
 
 LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=3,
+    abi=4,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
+        "bytes": "EformerCudaBytes",
         "ragged": "EformerCudaRagged",
         "gather": "EformerCudaQgather",
         "dequant": "EformerCudaDequant",
@@ -54,6 +55,10 @@ FEW = 16
 def refuses_product(problem: Problem) -> str | None:
     limits = LIMITS if problem.has_at_most(FEW) else DECODED
     return limits.refuses_product(problem) or _refuses_one_row(problem) or refuses_machine(problem.platform)
+
+
+def refuses_rounded(problem: Problem) -> str | None:
+    return LIMITS.refuses_product(problem) or _bytes.refuses(problem) or refuses_machine(problem.platform)
 
 
 def refuses_ragged(problem: Problem) -> str | None:
@@ -143,6 +148,20 @@ def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Arr
     how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
     (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **how)
     return y if merge is None else merge(y).astype(problem.out_dtype)
+
+
+def byte_matmul(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array, x_scale: jax.Array | None = None
+) -> jax.Array:
+    """The product of x, rounded to 8 bits row by row, and codes of 8 bits."""
+    x, codes, scale, given = in_one_batch_axis(problem, x, codes, scale, x_scale)
+    batch, m, deep = x.shape
+    outs = problem.rows if problem.form == "dot" else problem.cols
+    rounded = ((batch, m, -(-deep // 16) * 16), jnp.uint8)
+    results = [((batch, m, outs), problem.out_dtype), rounded, ((batch, m), F32)]
+    how = {"axpy": int(problem.form == "axpy"), **_bytes.cut(batch, m, outs, deep)._asdict()}
+    y, *_ = call(LIBRARY, "bytes", results, (x, codes, scale, given), **storage_attributes(problem), **how)
+    return y.reshape(*problem.batch, m, outs)
 
 
 def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:
