@@ -193,13 +193,18 @@ def columns_of_codes(x: jax.Array, codes: jax.Array, scale: Any, *, fmt: str, co
     stored = codes.reshape(steps, fold, *codes.shape[1:])
     factors = x.reshape(steps, fold, *[1] * (codes.ndim - 1))
     scales = None if scale is None else scale.reshape(steps, fold, *scale.shape[1:])
-    totals: list[Any] = [0] * row.per_code
-    for u in range(fold):
-        part = stored[:, u]
-        decoded = scaled(plane_values(part, row, x.dtype), None if scales is None else scales[:, u], part)
-        totals = [total + value * factors[:, u] for total, value in zip(totals, decoded, strict=True)]
+
+    def totals(begin: int, count: int) -> list[jax.Array]:
+        """In pairs, and pairs of pairs: a chain of additions would lose more bits than the dense product does."""
+        if count > 1:
+            halves = totals(begin, count // 2), totals(begin + count // 2, count // 2)
+            return [first + second for first, second in zip(*halves, strict=True)]
+        part = stored[:, begin]
+        decoded = scaled(plane_values(part, row, x.dtype), None if scales is None else scales[:, begin], part)
+        return [value * factors[:, begin] for value in decoded]
+
     # Without the barrier XLA would make one sum of it again, and store all products for it.
-    parts = lax.optimization_barrier([total.reshape(steps, -1) for total in totals])
+    parts = lax.optimization_barrier([total.reshape(steps, -1) for total in totals(0, fold)])
     return weave_columns([y[None] for y in _sums(parts, (0,))], cols)
 
 
