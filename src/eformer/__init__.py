@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from eformer.jaximus import materialize as materialize
     from eformer.jaximus import register as register
     from eformer.jaximus import ste as ste
+    from eformer.ops.quantization import ActivationArray as ActivationArray
     from eformer.ops.quantization import Array1B as Array1B
     from eformer.ops.quantization import Array8B as Array8B
     from eformer.ops.quantization import ArrayFloat as ArrayFloat
@@ -92,9 +93,9 @@ _NAMES = {
         "Explanation ImplicitArray aux_field explain implicit materialization_policy materialize register ste"
     ),
     "eformer.ops.quantization": (
-        "Array1B Array8B ArrayFloat ArrayInt ArrayNF4 DoraArray LoraArray QuantizationConfig QuantizationType "
-        "Report add_lora dequantize dequantize_tree fake_quantize_tree lora_dropout lora_mask merge merge_lora "
-        "plan_tree quant_delay quantize quantize_tree report size split_trainable straight_through"
+        "ActivationArray Array1B Array8B ArrayFloat ArrayInt ArrayNF4 DoraArray LoraArray QuantizationConfig "
+        "QuantizationType Report add_lora dequantize dequantize_tree fake_quantize_tree lora_dropout lora_mask merge "
+        "merge_lora plan_tree quant_delay quantize quantize_tree report size split_trainable straight_through"
     ),
     "eformer.ops.quantization.kernels": "kernels",
     "eformer.serialization": (

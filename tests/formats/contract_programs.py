@@ -256,7 +256,8 @@ VALUES: dict[str, Callable[[Any, Any], Any]] = {
     "fft": lambda q, a: jnp.abs(jnp.fft.fft(q)),
 }
 
-PROGRAMS = {"products": PRODUCTS, "shapes": SHAPES, "values": VALUES, "stacked": STACKED}
+FLOATING = {name: f for name, f in PRODUCTS.items() if name not in ("complex", "integer")}
+PROGRAMS = {"products": PRODUCTS, "floating": FLOATING, "shapes": SHAPES, "values": VALUES, "stacked": STACKED}
 
 
 @functools.cache

@@ -5,4 +5,5 @@ from __future__ import annotations
 from . import dot as dot
 from . import lookup as lookup
 from . import shapes as shapes
+from .activations import products as products
 from .cache import write as write

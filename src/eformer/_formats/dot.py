@@ -19,6 +19,7 @@ from eformer._core import register
 from eformer._core.materialization import decode
 from eformer._core.trace import switches
 from eformer._jax import avals
+from eformer._kernels import activations as _activations
 from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.select import switches as kernel_switches
 from eformer._record import record
@@ -49,12 +50,12 @@ class Plan:
 
 @register("dot_general")
 def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
-    return _dot_general(primitive, lhs, rhs, False, params)
+    return multiply(primitive, lhs, rhs, False, params)
 
 
 @register("dot_general")
 def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
-    return _dot_general(primitive, rhs, lhs, True, params)
+    return multiply(primitive, rhs, lhs, True, params)
 
 
 @register("dot_general")
@@ -65,8 +66,12 @@ def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, *
     return dot_general_left(primitive, lhs, rhs.materialize(), **params)
 
 
-def _dot_general(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any]) -> Any:
-    """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do."""
+def multiply(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any], **rounding: Any) -> Any:
+    """x · q (or q · x) for a quantized q. NotImplemented where only the dense product would do.
+
+    `rounding` has `activations`, `backward` and `x_scale` of a product that rounds x, the last one (or None) with all
+    axes of x, those that are contracted of size 1.
+    """
     out = params.get("preferred_element_type")
     if out is None:
         (aval,) = avals.result_avals(primitive, [q, x] if q_first else [x, q], params) or [None]
@@ -78,7 +83,7 @@ def _dot_general(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str
     plan = Plan(x, q, params["dimension_numbers"], q_first)
     if plan.blocked is not None and any(a == plan.blocked for a, _ in plan.batch):
         return NotImplemented  # every matrix of the batch would hold one value of a block
-    options = {"out_dtype": jnp.dtype(out), "precision": params.get("precision")}
+    options = {"out_dtype": jnp.dtype(out), "precision": params.get("precision"), **rounding}
     wanted = params.get("out_sharding")
     if wanted is not None and (q.ndim, len(plan.q_kept), q_first) == (2, 1, False) and x.ndim > 1:
         options["out_sharding"] = wanted
@@ -97,18 +102,31 @@ def _blocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
         rows = [(a, None) for a in plan.q_kept]
         extra = [(a, b) for a, b in plan.contracted if a != plan.blocked]
         last = next(b for a, b in plan.contracted if a == plan.blocked)
-        x = lax.transpose(x, [b for _, b in plan.batch] + [b for _, b in extra] + plan.x_kept + [last])
+        order = [b for _, b in plan.batch] + [b for _, b in extra] + plan.x_kept + [last]
         form = "dot"
+        if extra and options.get("activations") and options.get("x_scale") is None:  # of rows along several axes
+            options["x_scale"] = scale_of_rows(x, [b for _, b in plan.contracted], options["activations"])
     else:
         rows = plan.contracted
         extra = [(a, None) for a in plan.q_kept if a != plan.blocked]
-        x = lax.transpose(x, [b for _, b in plan.batch] + plan.x_kept + [b for _, b in rows])
+        order = [b for _, b in plan.batch] + plan.x_kept + [b for _, b in rows]
         form = "axpy"
+    x = lax.transpose(x, order)
     matrix = _as_matrices(q, [a for a, _ in plan.batch], [a for a, _ in extra], [a for a, _ in rows])
     if matrix is NotImplemented:
         return NotImplemented
-    y = _product(matrix, _as_rows(x, plan, q, extra, rows, form), form, options)
+    if (scale := options.get("x_scale")) is not None:
+        scale = lax.transpose(scale, order)
+        scale = jnp.broadcast_to(scale, (*x.shape[:-1], 1)) if form == "dot" else scale
+        options["x_scale"] = _as_rows(scale, plan, q, extra, form)[..., 0]
+    y = _product(matrix, _as_rows(x, plan, q, extra, form), form, options)
     return y if y is NotImplemented else _arrange(y, plan, x, q, extra, form)
+
+
+def scale_of_rows(x: jax.Array, axes: Sequence[int], activations: str) -> jax.Array:
+    """The scale that rows of x along these axes, kept with size 1, are rounded with."""
+    largest = _activations.largest_magnitude(x, tuple(axes))
+    return lax.expand_dims(_activations.row_scale(largest, activations), sorted(axes))
 
 
 def _as_matrices(q: Any, batch: list[int], extra: list[int], rows: list[int]) -> Any:
@@ -142,7 +160,7 @@ def _flattened(q: Any, low: int, ends: Sequence[int]) -> Any:
     return _shapes.rebuilt(q, lambda part, array: flat(array), None if q.blocked is None else 0, 1, sharding=None)
 
 
-def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> Any:
+def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, form: str) -> Any:
     """x as (batch..., extra..., M, K), ready for the product; for one matrix the axes of M stay apart."""
     batch = [q.shape[a] for a, _ in plan.batch]
     more = [q.shape[a] for a, _ in extra]
@@ -151,12 +169,14 @@ def _as_rows(x: Any, plan: Plan, q: Any, extra: Any, rows: Any, form: str) -> An
     m = math.prod(x.shape[len(batch) + (len(more) if form == "dot" else 0) :][: len(plan.x_kept)])
     if form == "dot":
         return x.reshape(*batch, *more, m, x.shape[-1])
-    x = x.reshape(*batch, *[1] * len(more), m, math.prod(q.shape[a] for a, _ in rows))
+    x = x.reshape(*batch, *[1] * len(more), m, math.prod(x.shape[len(batch) + len(plan.x_kept) :]))
     return jnp.broadcast_to(x, (*batch, *more, *x.shape[-2:]))
 
 
 def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
     if matrix.kernel_format is None:  # a user's own, which the kernels cannot read
+        if options.get("activations"):
+            return NotImplemented
         options.pop("out_sharding", None)
         return _in_panels(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()
@@ -169,9 +189,15 @@ def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
         )  # fmt: skip
 
     offset = matrix.kernel_offset
-    return (
-        product(options["out_dtype"]) if offset is None else _offsets.added(matrix, x, offset, form, options, product)
-    )
+    if offset is None:
+        return product(options["out_dtype"])
+    return _offsets.added(matrix, _rounded(x, options), offset, form, options, product)
+
+
+def _rounded(x: jax.Array, options: dict[str, Any]) -> jax.Array:
+    """What x is multiplied as."""
+    name = options.get("activations")
+    return x if name is None else _activations.values_of_rounded(x, options.get("x_scale"), name)
 
 
 def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
@@ -206,6 +232,8 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     rows = lax.transpose(x, x_order)
     kept = [x.shape[a] for a in plan.x_kept]
     m = [math.prod(kept)] if lead or not kept else kept
+    if (scale := options.get("x_scale")) is not None:
+        options["x_scale"] = lax.transpose(scale, x_order).reshape(*lead, *m)
     y = _product(matrix, rows.reshape(*lead, *m, -1), form, options)
     return y if y is NotImplemented else y.reshape(*lead, *kept, *[q.shape[a] for a in plan.q_kept])
 
@@ -214,10 +242,10 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
 def ragged_dot_general(
     primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    return _ragged_dot(lhs, rhs, group_sizes, params)
+    return multiply_groups(lhs, rhs, group_sizes, params)
 
 
-def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any:
+def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **rounding: Any) -> Any:
     """Rows of x in consecutive groups, each times its own matrix of a stack (…`lax.ragged_dot`)."""
     numbers = params["ragged_dot_dimension_numbers"]
     ((xc, qc), (xb, qb)) = numbers.dot_dimension_numbers
@@ -246,11 +274,13 @@ def _ragged_dot(x: Any, q: Any, group_sizes: Any, params: dict[str, Any]) -> Any
         return qragged_dot(
             x, codes, scale, group_sizes, fmt=q.kernel_format, form=form, cols=q.shape[-1], block=q.kernel_block,
             out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
-            by_scale=q.carries_factor,
+            by_scale=q.carries_factor, **rounding,
         )  # fmt: skip
 
     out, offset = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype), q.kernel_offset
-    return product(out) if offset is None else _offsets.added_to_groups(q, x, offset, group_sizes, form, out, product)
+    if offset is None:
+        return product(out)
+    return _offsets.added_to_groups(q, _rounded(x, rounding), offset, group_sizes, form, out, product)
 
 
 # -- formats that the kernels do not know ------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def reshape(q: QuantizedArray, *, new_sizes: Any, dimensions: Any = None, **para
             f"{q.size} values of shape {q.shape} cannot be reshaped to {new}, which has {math.prod(new)}. "
             f"Give sizes whose product is {q.size}."
         )
-    groups = _reshape_groups(q.shape, new)
+    groups = reshape_groups(q.shape, new)
     if groups is None:
         return NotImplemented
     blocked, axes = blocked_axis(q), free(q)
@@ -145,10 +145,10 @@ def reshape(q: QuantizedArray, *, new_sizes: Any, dimensions: Any = None, **para
     return rebuilt(q, change, where, len(new), sharding=_sharding.after_reshape(q, new, groups))
 
 
-def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
+def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
     """Cut both shapes into runs of equal size, as fine as possible. Sizes of 1 join a neighbour.
 
-    >>> _reshape_groups((2, 3, 4), (6, 4))
+    >>> reshape_groups((2, 3, 4), (6, 4))
     [([0, 1], [0]), ([2], [1])]
     """
     if 0 in old:

@@ -40,6 +40,7 @@ for them (round(32767 * value), or two bytes) where the result is within 1e-4 of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,15 +91,36 @@ def rounded(x: jax.Array, x_scale: jax.Array | None, activations: str) -> tuple[
     >>> codes[0].tolist(), factor.tolist()
     ([0, -127], [2.0, nan])
     """
-    largest = largest_magnitude(x)
+    codes, factor = round_by(x, None if x_scale is None else x_scale[..., None], activations, (x.ndim - 1,))
+    return codes, factor[..., 0]
+
+
+def round_by(
+    x: jax.Array, x_scale: jax.Array | None, activations: str, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The same for rows along any axes of x, which scales and factors have with size 1."""
+    largest = jnp.expand_dims(largest_magnitude(x, axes), axes)
     factor = row_scale(largest, activations) if x_scale is None else x_scale.astype(largest.dtype)
     factor = jnp.where(largest < jnp.inf, factor, jnp.nan)
     # XLA would divide by what is the same for a row only once, and multiply with that (see `blocks.quotient`).
     values, limit = x.astype(largest.dtype), ACTIVATIONS[activations]
-    codes = jnp.clip(values / (factor[..., None] + 0 * values), -limit, limit)
+    codes = jnp.clip(values / (factor + 0 * values), -limit, limit)
     if activations == "fp8":
         return codes.astype(jnp.float8_e4m3fn), factor
     return jnp.where(jnp.isnan(codes), 0, jnp.round(codes)).astype(jnp.int8), factor
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def values_of_rounded(x: jax.Array, x_scale: jax.Array | None, activations: str) -> jax.Array:
+    """What x (..., K) is rounded to, in float32 at least; differentiated as x."""
+    codes, factor = rounded(x, x_scale, activations)
+    return codes.astype(factor.dtype) * factor[..., None]
+
+
+@values_of_rounded.defjvp
+def _straight_through(activations: str, primals: Any, tangents: Any) -> Any:
+    y = values_of_rounded(*primals, activations)
+    return y, tangents[0].astype(y.dtype)
 
 
 def qmatmul(

@@ -15,6 +15,7 @@ import numpy as np
 
 from eformer import _table
 from eformer._core import ImplicitArray
+from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import is_storage
 from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
 from eformer._quantize.leaves import GROUPS, Leaf, Role, map_tree, open_tree, roles_of
@@ -315,14 +316,17 @@ def merge_lora(params: Any, into: Choice = "base") -> tuple[Any, MergeReport]:
 
 
 def _requantized(dense: jax.Array, q: LoraArray, role: Role, into: Choice, path: str) -> Any:
-    wanted = _config_of(q.w, path) if into == "base" else None if into == "dense" else as_config(into)
+    rounds = into == "base" and isinstance(q.w, ActivationArray)
+    w = q.w.w if rounds else q.w
+    wanted = _config_of(w, path) if into == "base" else None if into == "dense" else as_config(into)
     if wanted is None:
         return dense
     if wanted.axis is None:
         wanted = dataclasses.replace(wanted, axis=role.axis(wanted.scales_many_axes))
     made = quantize_stack(dense, wanted, q.ndim - q.left - q.right)
-    sharding = getattr(q.w, "sharding", None) if isinstance(q.w, ImplicitArray) else None
-    return made if sharding is None else made.with_sharding(sharding)
+    sharding = getattr(w, "sharding", None) if isinstance(w, ImplicitArray) else None
+    made = made if sharding is None else made.with_sharding(sharding)
+    return q.w.around(made) if rounds else made
 
 
 def _config_of(w: Any, path: str) -> QuantizationConfig | None:

@@ -1,140 +1,24 @@
-"""One way to ask for any quantization: the formats there are, a configuration, `quantize` and `straight_through`."""
+"""One way to ask for any quantization: a configuration, `quantize` and `straight_through`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from eformer._core import materialize, ste
-from eformer._formats.arguments import as_index, check_block_size
-from eformer._formats.floating import codec as floats
-from eformer._formats.floating.array import ArrayFloat
-from eformer._formats.int8.array import Array8B
-from eformer._formats.integer import codec as integers
-from eformer._formats.integer.array import ArrayInt
-from eformer._formats.nf4.array import MAX_BLOCK, ArrayNF4, CompressedAbsmax
-from eformer._formats.onebit.array import Array1B
+from eformer._formats.activations.array import ActivationArray
+from eformer._formats.arguments import as_index
 from eformer._jax import traces
 
+from . import inputs
 from .names import QuantizationType as QuantizationType
 from .names import known_type
+from .statistics import LeafStatistics
 from .stored import behind, is_packed, unchanged
-
-Axis = int | tuple[int, ...] | None
-
-
-class _Default(int):
-    """A block size nobody asked for, which is the format's own."""
-
-
-DEFAULT_BLOCK = _Default(64)
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """One format.
-
-    Attributes:
-        array: the class of its arrays, or several.
-        encode: `encode(array, config)` quantizes; `config` has been checked.
-        options: the fields of `QuantizationConfig` it honours, beyond those that every format honours.
-        options_of: the values of these options that an array was made with.
-        scales_many_axes: can one scale serve several axes?
-        needs_whole_matrix: do the codes depend on all values of a matrix, and not only on those along one axis?
-        check_block: returns a block size that was given, or says what is wrong with it.
-        one_block: the block size that holds so many values in one block.
-        default_block: the block size unless one is given; None for a format that then has none.
-    """
-
-    array: type | tuple[type, ...]
-    encode: Callable[[jax.Array, Any], Any]
-    options: tuple[str, ...] = ()
-    options_of: Callable[[Any], dict[str, Any]] = lambda q: {}
-    scales_many_axes: bool = False
-    needs_whole_matrix: bool = False
-    check_block: Callable[[Any], int | None] = lambda size: check_block_size(size, MAX_BLOCK)
-    one_block: Callable[[int], int] = lambda size: size + size % 2
-    default_block: int | None = 64
-
-
-def _nf4(array: jax.Array, config: Any) -> ArrayNF4:
-    return ArrayNF4.quantize(array, config.block_size, axis=config.axis, double_quant=config.double_quant)
-
-
-def _onebit(array: jax.Array, config: Any) -> Array1B:
-    scale = "channel" if config.scaled else None
-    return Array1B.from_float(array, config.dtype.value, axis=config.axis, scale=scale)
-
-
-def _nf4_options(q: ArrayNF4) -> dict[str, Any]:
-    return {"block_size": q.block_size, "double_quant": isinstance(q.absmax, CompressedAbsmax)}
-
-
-def _onebit_options(q: Array1B) -> dict[str, Any]:
-    return {"scaled": q.scale is not None}
-
-
-def _integers(array: jax.Array, config: Any) -> ArrayInt:
-    bits = int(config.dtype.value.removeprefix("int"))
-    return ArrayInt.quantize(array, bits, config.block_size, symmetric=config.symmetric, axis=config.axis)
-
-
-def _int8(array: jax.Array, config: Any) -> Array8B | ArrayInt:
-    """In blocks if a block size is given."""
-    if config.block_size is not None:
-        return _integers(array, config)
-    if not config.symmetric:
-        raise ValueError("symmetric=False has a meaning for 'int8' in blocks only; give a block_size, such as 64.")
-    return Array8B.quantize(array, axis=config.axis)
-
-
-def _integer_options(q: Any) -> dict[str, Any]:
-    return {"block_size": q.block_size, "symmetric": q.symmetric} if isinstance(q, ArrayInt) else {}
-
-
-_BLOCKS_OF_INTEGERS: dict[str, Any] = {
-    "options": ("block_size", "symmetric"),
-    "options_of": _integer_options,
-    "check_block": lambda size: None if size is None else integers.check_block_size(size),
-    "one_block": integers.whole_rows,
-}
-
-
-def _float(array: jax.Array, config: Any) -> ArrayFloat:
-    return ArrayFloat.quantize(array, config.dtype.value, axis=config.axis, block_size=config.block_size)
-
-
-def _float_options(q: ArrayFloat) -> dict[str, Any]:
-    return {"block_size": q.block_size, "axis": q.axis or q.shared_axes or None}
-
-
-def _small_floats(kind: str) -> Format:
-    row = floats.KINDS[kind]
-    return Format(
-        ArrayFloat, _float, ("block_size",), _float_options, scales_many_axes=row.block is None,
-        check_block=lambda size: floats.check_block_size(size, kind), one_block=lambda _: row.block or floats.TILE,
-        default_block=row.block,
-    )  # fmt: skip
-
-
-FORMATS: dict[QuantizationType, Format] = {
-    QuantizationType.NF4: Format(ArrayNF4, _nf4, ("block_size", "double_quant"), _nf4_options),
-    QuantizationType.INT8: Format(
-        (Array8B, ArrayInt), _int8, scales_many_axes=True, default_block=None, **_BLOCKS_OF_INTEGERS
-    ),
-    QuantizationType.TERNARY: Format(Array1B, _onebit, ("scaled",), _onebit_options, needs_whole_matrix=True),
-    QuantizationType.BINARY: Format(Array1B, _onebit, ("scaled",), _onebit_options),
-    **{
-        QuantizationType(f"int{bits}"): Format(ArrayInt, _integers, **_BLOCKS_OF_INTEGERS)
-        for bits in integers.BITS
-        if bits != 8
-    },
-    **{QuantizationType(kind): _small_floats(kind) for kind in floats.KINDS},
-}
+from .table import DEFAULT_BLOCK, FORMATS, Axis, Default, Format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +35,9 @@ class QuantizationConfig:
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
         symmetric: integers in blocks have a scale only; False adds a zero point.
+        activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
+        backward: "int8" or "fp8": the gradient of such a product is rounded, too.
+        static: one scale for all rows, from the statistics of a calibration, instead of one for each.
 
     An option that the format cannot honour is refused unless it has its default value.
 
@@ -166,13 +53,16 @@ class QuantizationConfig:
     scaled: bool = dataclasses.field(default=True, kw_only=True)
     double_quant: bool = dataclasses.field(default=False, kw_only=True)
     symmetric: bool = dataclasses.field(default=True, kw_only=True)
+    activations: str | None = dataclasses.field(default=None, kw_only=True)
+    backward: str | None = dataclasses.field(default=None, kw_only=True)
+    static: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", known_type(self.dtype))
-        given = self.format.default_block if isinstance(self.block_size, _Default) else self.block_size
+        given = self.format.default_block if isinstance(self.block_size, Default) else self.block_size
         object.__setattr__(self, "block_size", self.format.check_block(given))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
-        for name in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric"):
+        for name in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric", "static"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         for name in ("block_size", "scaled", "double_quant", "symmetric"):
@@ -182,11 +72,17 @@ class QuantizationConfig:
                     f"{name}={getattr(self, name)!r} has no meaning for '{self.dtype}': it is an option of {takers}. "
                     "Leave it out, or choose such a format."
                 )
+        inputs.check(self)
 
     @property
     def format(self) -> Format:
         """The row of the table of formats."""
         return FORMATS[QuantizationType(self.dtype)]
+
+    @property
+    def label(self) -> str:
+        """The format, and what inputs are rounded to."""
+        return str(self.dtype) if self.activations is None else f"{self.dtype} x {self.activations}"
 
     @property
     def scales_many_axes(self) -> bool:
@@ -237,6 +133,10 @@ def quantize(
     scaled: bool = True,
     double_quant: bool = False,
     symmetric: bool = True,
+    activations: str | None = None,
+    backward: str | None = None,
+    static: bool = False,
+    statistics: LeafStatistics | None = None,
 ) -> Any:
     """Quantize a floating array to any format.
 
@@ -256,12 +156,22 @@ def quantize(
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
         symmetric: integers in blocks have a scale only; False adds a zero point.
+        activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
+        backward: "int8" or "fp8": the gradient of such a product is rounded, too.
+        static: one scale for all rows, from `statistics`, instead of one for each.
+        statistics: what calibration found of the inputs of this array.
+
+    >>> quantize(jax.numpy.ones((64, 32)), dtype="int8", activations="int8")
+    ActivationArray(float32[64,32], int8 x int8, 9.00 bits per weight)
     """
     options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
+    options |= {"activations": activations, "backward": backward, "static": static}
     chosen = _chosen(config, dtype, block_size, simulate, options)
     if is_packed(array):
         return unchanged(array, config_of(behind(array)), chosen)
-    return _simulated(array, chosen) if chosen.simulate else _encoded(array, chosen)
+    if chosen.simulate:
+        return _simulated(array, chosen)
+    return inputs.rounding_inputs(_encoded(array, chosen), chosen, statistics)
 
 
 def straight_through(
@@ -325,8 +235,10 @@ def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any, options: di
     return dataclasses.replace(config, **given) if given else config
 
 
-def quantize_stack(array: Any, config: QuantizationConfig, batch: int) -> Any:
+def quantize_stack(array: Any, config: QuantizationConfig, batch: int, statistics: LeafStatistics | None = None) -> Any:
     """`quantize(array, config)`, where `batch` leading axes number matrices that are quantized one by one."""
+    if config.activations is not None:
+        return inputs.rounding_inputs(quantize_stack(array, inputs.bare(config), batch), config, statistics)
     axis, ndim = -2 if config.axis is None else config.axis, len(array.shape)
     if not config.format.needs_whole_matrix or not isinstance(axis, int) or not -ndim <= axis < ndim:
         return quantize(array, config)  # what is encoded along one axis does not see the other matrices
@@ -348,6 +260,10 @@ def quantize_stack(array: Any, config: QuantizationConfig, batch: int) -> Any:
 
 def config_of(q: Any) -> QuantizationConfig | None:
     """The configuration that quantizes as this array was quantized; None for a type that is not in the table."""
+    if isinstance(q, ActivationArray):
+        own = config_of(q.w)
+        rounding = {"activations": q.activations, "backward": q.backward, "static": q.x_scale is not None}
+        return None if own is None else dataclasses.replace(own, **rounding)
     found = [kind for kind, row in FORMATS.items() if isinstance(q, row.array) and kind == q.format]
     if not found:
         return None

@@ -24,6 +24,7 @@ from eformer._formats.arguments import FLOATS
 from eformer.errors import AlreadyQuantizedError, UnusedRuleWarning
 
 from .config import Axis, QuantizationConfig, QuantizationType, config_of, quantize_stack
+from .inputs import bare
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 from .names import meant
 from .own import own_format
@@ -180,7 +181,7 @@ class Plan:
         return [d.leaf.path for d in self.decisions if d.config is None and d.reason.startswith(_UNSURE)]
 
     def __str__(self) -> str:
-        rows = [(d.leaf.path, "dense" if d.config is None else d.config.dtype, d.reason) for d in self.decisions]
+        rows = [(d.leaf.path, "dense" if d.config is None else d.config.label, d.reason) for d in self.decisions]
         return "\n".join([*_table.lines(("path", "format", "why"), rows), *self.warnings])
 
     def warn(self) -> None:
@@ -306,7 +307,7 @@ def _stored_nbytes(config: QuantizationConfig, batch: int, shape: tuple[int, ...
     """Bytes of an array once it is quantized; None if the format refuses it, which it will say itself."""
     value = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
     try:
-        made = jax.eval_shape(lambda w: quantize_stack(w, config, batch), value)
+        made = jax.eval_shape(lambda w: quantize_stack(w, bare(config), batch), value)
     except (TypeError, ValueError):
         return None
     return sum(map(nbytes_of, jax.tree.leaves(made)))

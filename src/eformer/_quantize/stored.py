@@ -13,6 +13,8 @@ from eformer._core.trace import ImplicitTracer
 from eformer._formats.base import QuantizedArray
 from eformer.errors import AlreadyQuantizedError
 
+from .inputs import FIELDS
+
 Config = Any  # a QuantizationConfig, whose module stands above this one
 
 
@@ -55,7 +57,7 @@ def differences(found: Config, wanted: Config) -> tuple[str, str]:
     names = [f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(same, f.name)]
 
     def words(config: Config) -> str:
-        own = [n for n in names if n in ("dtype", "axis") or n in config.format.options]
+        own = [n for n in names if n in ("dtype", "axis", *FIELDS) or n in config.format.options]
         return ", ".join(f"{n}={getattr(config, n)!s}" for n in own if getattr(config, n) is not None)
 
     return words(found), words(wanted)

@@ -19,6 +19,7 @@ from eformer._jax import traces
 from eformer._table import printable
 
 from .config import QuantizationConfig, quantize_stack
+from .inputs import bare
 from .leaves import nbytes_of, open_tree
 from .plan import MIN_SIZE, SKIP, Choice, Decision, Plan, plan
 
@@ -256,7 +257,7 @@ def fake_quantize_tree(
     for decision in planned.decisions:
         value = decision.leaf.value
         if decision.config is not None:
-            real = dataclasses.replace(decision.config, simulate=False)
+            real = bare(dataclasses.replace(decision.config, simulate=False))
             value = _blend(value, real, decision.role.batch, jnp.asarray(strength, jnp.float32))
         results.append(value)
     return tree.rebuild(results)

@@ -34,6 +34,7 @@ def from_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {"double_quant": True} if options.double_quant else {}
     given |= {} if options.block_size is None else {"block_size": options.block_size}
     given |= {"symmetric": False} if options.asymmetric else {}
+    given |= {} if options.activations is None else {"activations": options.activations}
     if given:
         if default is None:
             raise WrongUse(f"{', '.join(given)}: an option of a format, and --format is {options.format!r}.")
@@ -68,7 +69,7 @@ def described(planned: Plan) -> dict[str, Any]:
     lines = [
         {
             "path": ".".join(d.leaf.names),
-            "format": "dense" if d.config is None else str(d.config.dtype),
+            "format": "dense" if d.config is None else d.config.label,
             "axis": None if d.config is None else d.config.axis,
             "reason": d.reason,
         }
@@ -98,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--double-quant", action="store_true", help="for --format nf4: quantize the scales too")
     parser.add_argument("--block-size", type=int, help="for nf4 and integers: values that share a scale (default: 64)")
     parser.add_argument("--asymmetric", action="store_true", help="for integers: a zero point for every block")
+    parser.add_argument(
+        "--activations",
+        metavar="FORMAT",
+        help="int8 or fp8: products round their inputs to that, too, and multiply codes with codes",
+    )
     parser.add_argument(
         "--rule",
         action="append",

@@ -8,6 +8,7 @@ Array(64., dtype=float32)
 
 from __future__ import annotations
 
+from eformer._formats.activations.array import ActivationArray as ActivationArray
 from eformer._formats.documented import public_names as _public_names
 from eformer._formats.floating.array import ArrayFloat as ArrayFloat
 from eformer._formats.integer.array import ArrayInt as ArrayInt

@@ -13,8 +13,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from eformer._core import ImplicitArray
-from eformer._formats.base import QuantizedArray
-from eformer._lora.array import LoraArray
 from eformer._lora.dora import DoraArray
 from eformer.errors import CheckpointError
 
@@ -23,7 +21,7 @@ from ..safetensors.reading import owned
 from ..tree.describe import NO_STRUCTURE, restore, tensors_of
 from ..tree.structure import build, named_leaves
 from .index import FileSet, open_set
-from .parts import child_specs, read_lora, read_quantized
+from .parts import READABLE, child_specs, read_part
 
 
 class NamedLeaves(Mapping[str, Any]):
@@ -142,9 +140,8 @@ class LazyCheckpoint(NamedLeaves):
         name = self.known(name)
         with about(self.path, name):
             leaf, tensors = self.abstract(name)
-            if isinstance(leaf, (QuantizedArray, LoraArray)):
-                read: Any = read_quantized if isinstance(leaf, QuantizedArray) else read_lora
-                return read(leaf, tensors, index, lambda t, i: self._on_device(self._owners[t].read(t, i)))
+            if isinstance(leaf, READABLE):
+                return read_part(leaf, tensors, index, lambda t, i: self._on_device(self._owners[t].read(t, i)))
             raise CheckpointError(
                 f"is of type {type(leaf).__name__}, of which no slices can be read.",
                 fix=f"Read slices of its tensors by their own names: {', '.join(map(repr, self.tensors[name]))}.",
@@ -217,7 +214,7 @@ class LazyCheckpoint(NamedLeaves):
             return jax.make_array_from_callback(shape, NamedSharding(sharding.mesh, by_tensor[tensor]), part)
 
         made = restore(self.description(name), fetch)
-        return made.with_sharding(sharding) if isinstance(made, (QuantizedArray, LoraArray, DoraArray)) else made
+        return made.with_sharding(sharding) if isinstance(made, (*READABLE, DoraArray)) else made
 
 
 def open_lazy(path: str | os.PathLike[str], *, memory_map: bool = True) -> LazyCheckpoint:

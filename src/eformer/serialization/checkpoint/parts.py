@@ -10,6 +10,8 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray
+from eformer._formats.activations.array import ActivationArray
+from eformer._formats.activations.numbers import FIELDS
 from eformer._formats.base import Part, QuantizedArray
 from eformer._formats.shapes import blocked_axis, free
 from eformer._formats.sharding import ShardingError, check_fits
@@ -37,8 +39,8 @@ def specs_of(leaf: Any, mesh: Any, spec: Any) -> list[PartitionSpec]:
     """The spec of every stored array of a leaf, in the order of its pytree, if the leaf can be split so."""
     sharding = sharding_on(mesh, spec)
     try:
-        if isinstance(leaf, QuantizedArray):
-            check_fits(leaf, sharding)
+        if isinstance(leaf, (QuantizedArray, ActivationArray)):
+            check_fits(getattr(leaf, "w", leaf), sharding)
             specs = leaf.child_specs(sharding.spec)
         elif isinstance(leaf, ImplicitArray):
             specs = _of_other(leaf, sharding)
@@ -80,8 +82,28 @@ def _check_dense(shape: tuple[int, ...], sharding: NamedSharding) -> None:
 Read = Callable[[str, Any], Any]
 
 
-def read_quantized(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) -> Any:
+# What can be read in part, and says itself how it is split.
+READABLE = (QuantizedArray, ActivationArray, LoraArray)
+
+
+def read_part(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) -> Any:
     """`q`, whose arrays are shapes standing for `tensors` (by id), cut to `index`; `fetch` reads part of a tensor."""
+    if isinstance(q, LoraArray):
+        return _read_lora(q, tensors, index, fetch)
+    if not isinstance(q, ActivationArray):
+        return _read_quantized(q, tensors, index, fetch)
+    if not isinstance(q.w, QuantizedArray):
+        raise CheckpointError(f"rounds inputs of a {type(q.w).__name__}, of which no slices can be read.")
+    cuts = normalized(index, q.shape)
+    numbers = {}
+    for name in FIELDS:
+        if (number := getattr(q, name)) is not None:
+            cut = tuple(c if n > 1 else slice(None) for c, n in zip(cuts, number.shape, strict=True))
+            numbers[name] = fetch(tensors[id(number)], cut)
+    return q.around(_read_quantized(q.w, tensors, tuple(cuts), fetch), **numbers)
+
+
+def _read_quantized(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) -> Any:
     cuts = normalized(index, q.shape)
     blocked, pad = blocked_axis(q), q.pad
     if blocked is not None:
@@ -99,13 +121,13 @@ def read_quantized(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) 
     return q.moved(parts, q.blocked, pad=pad)
 
 
-def read_lora(q: LoraArray, tensors: Mapping[int, str], index: Any, fetch: Read) -> LoraArray:
-    """As `read_quantized`, for a weight with an adapter: each factor is cut along the axes it shares with that."""
+def _read_lora(q: LoraArray, tensors: Mapping[int, str], index: Any, fetch: Read) -> LoraArray:
+    """A weight with an adapter: each factor is cut along the axes it shares with that."""
     cuts = normalized(index, q.shape)
     middle = q.ndim - q.right
     batch, every = middle - q.left, slice(None)
-    if isinstance(q.w, QuantizedArray):
-        w = read_quantized(q.w, tensors, tuple(cuts), fetch)
+    if isinstance(q.w, READABLE):
+        w = read_part(q.w, tensors, tuple(cuts), fetch)
     elif id(q.w) in tensors:
         w = fetch(tensors[id(q.w)], tuple(cuts))
     else:

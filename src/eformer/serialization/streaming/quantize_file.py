@@ -261,7 +261,7 @@ class _Step:
     def outcome(self) -> StreamedLeaf:
         config, before = self.decision.config, self.source.leaf
         plain = "dense" if self.source.read is not None else "as it was"
-        kind = plain if config is None else str(config.dtype)
+        kind = plain if config is None else config.label
         return StreamedLeaf(
             before.name, self.decision.rule, kind, before.nbytes, self.leaf.nbytes, self.decision.reason
         )

@@ -16,6 +16,7 @@ import numpy as np
 
 from eformer._core import ImplicitArray
 from eformer._core.fields import layout
+from eformer._formats.activations.array import ActivationArray
 from eformer._formats.cache.array import QuantizedCache
 from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.int8.array import Array8B
@@ -218,6 +219,12 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
     ),
     ("onebit", Array1B, {"weight": "uint8", "scale": OPTIONAL}, {"bits": int, **_BLOCKED}),
     ("float", ArrayFloat, {"codes": "uint8", "scale": SCALE, "tensor_scale": OPTIONAL}, _FLOAT),
+    (
+        "activations",
+        ActivationArray,
+        {"w": FLOATING, "x_scale": "float32 or none", "seed": "uint32 or none"},
+        {"activations": str, "backward": str | None},
+    ),
     ("permuted", PermutedArray, {"w": FLOATING, "order": "int32"}, {"axis": int}),
     ("dora", DoraArray, {"v": FLOATING, "magnitude": FLOATING, "squares": FLOATING}, {"columns": bool}),
 )

@@ -1,0 +1,213 @@
+"""`ActivationArray`: a quantized weight whose products round the other operand to 8 bits, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from eformer._core import ImplicitArray, aux_field, implicit
+from eformer._core.materialization import default_handler
+from eformer._kernels.formats import FORMATS, one_of
+from eformer._kernels.parameters import ACTIVATIONS
+
+from ..arguments import is_storage
+from ..base import QuantizedArray
+from ..gradients import refusal
+from .numbers import follow
+
+
+def takes(fmt: str | None) -> tuple[str, ...]:
+    """What x may be rounded to in products with a format of the kernels; nothing for one they do not know."""
+    if fmt is None:
+        return ()
+    if fmt == "fp4":
+        return "int8", "fp8"
+    return ("int8",) if FORMATS[fmt].bits_of is None else ("fp8",)
+
+
+@dataclasses.dataclass
+class ActivationArray(ImplicitArray, frozen=True):
+    """A quantized weight `w`. A product with it rounds rows of x to 8 bits and multiplies the codes of both.
+
+    A row is what is contracted; it has the scale max|x| / 127 (int8) or max|x| / 448 (fp8), unless `x_scale`, a static
+    one, is given. Everything else is as it is for `w`. Derivatives are those of the product with `w` alone: straight
+    through the rounding. `backward` rounds the gradient of the result as well, to the nearest, or, with a `seed`,
+    stochastically.
+
+    Invariants: `x_scale` (float32) and `seed` (uint32), where there are any, have one axis for every axis of `w`, of
+    the same size where it numbers matrices of a stack, else of size 1.
+
+    >>> from eformer import quantize
+    >>> quantize(jnp.ones((64, 32)), dtype="int8", activations="int8")
+    ActivationArray(float32[64,32], int8 x int8, 9.00 bits per weight)
+    """
+
+    w: Any
+    x_scale: Any = None
+    seed: Any = None
+    activations: str = aux_field(default="int8", kw_only=True)
+    backward: str | None = aux_field(default=None, kw_only=True)
+
+    compiles_products: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        one_of("activations", self.activations, ACTIVATIONS)
+        one_of("backward", self.backward, (None, *ACTIVATIONS))
+        if isinstance(self.w, QuantizedArray):
+            allowed = takes(self.w.kernel_format)
+            if self.activations not in allowed:
+                raise ValueError(no_product(self.activations, self.w.format, allowed))
+        for name, value in (("x_scale", self.x_scale), ("seed", self.seed)):
+            if value is None or not is_storage(value) or not hasattr(self.w, "shape"):
+                continue
+            fits = len(value.shape) == len(self.w.shape)
+            if not fits or any(n not in (1, size) for n, size in zip(value.shape, self.w.shape, strict=True)):
+                raise ValueError(
+                    f"{name} of shape {list(value.shape)} does not fit w of shape {list(self.w.shape)}: it has one "
+                    "axis for every axis of w, of size 1 or the same size."
+                )
+        super().__post_init__()
+
+    @property
+    def core_ndim(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of `w`; axes in front of which a number serves several matrices belong to it, too."""
+        core, shape = self.w.core_ndim, tuple(self.w.shape)
+        for number in (self.x_scale, self.seed):
+            if core is not None and number is not None:
+                shared = [i for i, n in enumerate(number.shape) if n != shape[i]]
+                core = max(core, len(shape) - shared[0]) if shared else core
+        return core
+
+    @property
+    def format(self) -> str:
+        """The format of `w`, and what x is rounded to."""
+        return f"{getattr(self.w, 'format', type(self.w).__name__)} x {self.activations}"
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / max(self.size, 1)
+
+    def compute_shape(self) -> tuple[int, ...]:
+        return tuple(self.w.shape)
+
+    def compute_dtype(self) -> Any:
+        return self.w.dtype
+
+    def materialize(self) -> jax.Array:
+        """The dense array that `w` stands for."""
+        return self.w.materialize()
+
+    def dequantize(self) -> jax.Array:
+        """The dense array; another name for `materialize`."""
+        return self.materialize()
+
+    def with_key(self, key: jax.Array | None) -> ActivationArray:
+        """A copy that rounds gradients (`backward`) stochastically, by this key; None rounds to the nearest again.
+
+        Every matrix of a stack gets numbers of its own. Use a new key at every step.
+        """
+        if key is None:
+            return dataclasses.replace(self, seed=None)
+        if self.backward is None:
+            raise ValueError('a key is for gradients that are rounded: quantize with backward="int8" or "fp8".')
+        lead = self.shape[: max(self.ndim - 2, 0)]
+        seed = jax.random.bits(key, (*lead, *[1] * (self.ndim - len(lead))), jnp.uint32)
+        return dataclasses.replace(self, seed=seed)
+
+    # -- storage, as it is for w ---------------------------------------------------------------------------------------
+
+    def around(self, w: Any, **changes: Any) -> ActivationArray:
+        """The same settings around another weight."""
+        return dataclasses.replace(self, w=w, **changes)
+
+    def stored_like(self, other: Any) -> Any:
+        return self.around(self.w.stored_like(other.w)) if isinstance(other, ActivationArray) else self
+
+    def stored_for(self, sharding: Any) -> ActivationArray:
+        return self.around(self.w.stored_for(sharding))
+
+    @property
+    def sharding(self) -> Any:
+        return getattr(self.w, "sharding", None)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sharding is not None
+
+    def child_specs(self, spec: PartitionSpec) -> Any:
+        """One PartitionSpec per stored array: numbers are split along the axes of a stack only."""
+        w = self.w.child_specs(spec)
+        entries = (*spec, *[None] * (self.ndim - len(spec)))
+
+        def of(number: Any) -> Any:
+            sizes = () if number is None else number.shape
+            return (
+                None
+                if number is None
+                else PartitionSpec(*(e if n > 1 else None for e, n in zip(entries, sizes, strict=True)))
+            )
+
+        numbers = (of(self.x_scale), of(self.seed))
+        return None if w is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, *numbers))
+
+    def with_sharding(self, sharding: NamedSharding) -> ActivationArray:
+        """A copy split over devices as `sharding` splits the logical array."""
+        made = self.around(self.w.with_sharding(sharding))
+        if (self.x_scale is None and self.seed is None) or not isinstance(sharding, NamedSharding):
+            return made
+        specs = self.child_specs(sharding.spec)
+        placed = {
+            name: jax.device_put(number, NamedSharding(sharding.mesh, getattr(specs, name)))
+            for name in ("x_scale", "seed")
+            if (number := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(made, **placed)
+
+    reshard = with_sharding
+
+    def delete(self) -> None:
+        """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
+        for leaf in jax.tree.leaves(self):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+
+    @classmethod
+    def tangent_error(cls) -> Exception:
+        return refusal(cls.__name__)
+
+    def _storage(self) -> str:
+        static = ", static scale" if self.x_scale is not None else ""
+        back = "" if self.backward is None else f", gradient in {self.backward}"
+        return f"{self.format}{static}{back}, {self.bits_per_weight:.2f} bits per weight"
+
+    # -- operations other than products --------------------------------------------------------------------------------
+
+    @classmethod
+    def default_handler(cls, primitive: Any, *args: Any, params: dict[str, Any] | None = None) -> Any:
+        """What the weights themselves do; the result is such an array again where all of them were, and it is one."""
+        params = params or {}
+        weights = [a.w if isinstance(a, ActivationArray) else a for a in args]
+        found = implicit(lambda *operands: default_handler(primitive, *operands, **params))(*weights)
+        several = isinstance(found, (list, tuple))
+        results: list[Any] = list(found) if several else [found]
+        if any(isinstance(r, ImplicitArray) for r in results):
+            numbers = follow(primitive.name, args, results, params)
+            first = next(a for a in args if isinstance(a, ActivationArray))
+            results = [
+                first.around(r, **kept) if isinstance(r, ImplicitArray) and kept is not None else r
+                for r, kept in zip(results, numbers, strict=True)
+            ]
+        return results if several else results[0]
+
+
+def no_product(activations: str, fmt: str, allowed: tuple[str, ...]) -> str:
+    """What to say of a format that has no product with x rounded so."""
+    own = f"{fmt} takes activations={' or '.join(map(repr, allowed))}" if allowed else f"{fmt} takes none"
+    return (
+        f"activations={activations!r} has no product with {fmt} weights: {own}. Integer formats, nf4, iq4_nl, ternary "
+        "and binary take 'int8', fp8 and mxfp8 'fp8', mxfp4 and nvfp4 either."
+    )
