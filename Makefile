@@ -182,4 +182,7 @@ check-wheels:
 	$(CLEAN)/venv/bin/python $(PIP_INSTALL) $(WHEELS)/*.whl pytest pytest-xdist hypothesis scipy flatbuffers rich
 	mkdir $(CLEAN)/tests && cp -r tests/conftest.py tests/kernels $(CLEAN)/tests/ && cp pyproject.toml $(CLEAN)/
 	cd $(CLEAN) && EFORMER_TEST_NATIVE=1 venv/bin/python -m pytest -q -n 0 tests/kernels/cpu/test_products.py
+	if ls $(WHEELS)/eformer_cuda*.whl >/dev/null 2>&1; then cd $(CLEAN) && EFORMER_TEST_CUDA_LIBRARY=$$(echo \
+	$$PWD/venv/lib/python3*/site-packages/eformer/_kernels/cuda/libeformer_cuda.so) \
+	venv/bin/python -m pytest -q -n 0 tests/kernels/cuda/test_library.py; fi
 	cd $(CLEAN) && venv/bin/python -m eformer doctor
