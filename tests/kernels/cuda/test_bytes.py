@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eformer as ef
 from eformer._kernels import cuda, explain, native, qmatmul
 from eformer._kernels.cuda import _bytes
 from eformer._kernels.parameters import product_problem
@@ -170,6 +171,21 @@ def test_what_is_taken_and_what_is_refused() -> None:
     for reason, found in refused.items():
         assert found.name == "xla"
         assert reason in dict(found.rejected)["native_cuda"]
+
+
+@pytest.mark.usefixtures("present")
+def test_products_of_arrays_reach_the_kernel() -> None:
+    """Where the scale is one of results: x @ w, and a weight stored with its outputs first."""
+    w, x = jnp.ones((256, 384), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
+    products = (
+        (ef.quantize(w, dtype="int8", axis=0, activations="int8"), "mk,kn->mn", 1),
+        (ef.quantize(w.T, dtype="int8", activations="int8"), "mk,nk->mn", 0),
+        (ef.quantize(w, dtype="fp8", activations="fp8"), "mk,kn->mn", 1),
+    )
+    for q, subscripts, axpy in products:
+        text = lowered(ef.implicit(functools.partial(jnp.einsum, subscripts)), x, q)
+        assert text.count("@eformer_cuda_bytes") == 1
+        assert f"axpy = {axpy} : i64" in text
 
 
 def test_the_cut_is_one_the_kernel_has() -> None:
