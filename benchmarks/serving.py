@@ -38,6 +38,8 @@ VARIANTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "nf4, int8 cache": ({"dtype": "nf4"}, "int8"),
     "nf4, int4 cache": ({"dtype": "nf4"}, "int4"),
     "int8, int8 cache": ({"dtype": "int8", "axis": 0}, "int8"),
+    "int8 x int8, int8 cache": ({"dtype": "int8", "axis": 0, "activations": "int8"}, "int8"),
+    "fp8 x fp8, int8 cache": ({"dtype": "fp8", "axis": 0, "activations": "fp8"}, "int8"),
 }
 
 
@@ -153,7 +155,7 @@ def main() -> None:
         for row in measure(config, models, job, options.quick, options.scanned):
             rows.append(row)
             print(
-                f"{row['what']:16} {row['variant']:18} {row['ms']:9.2f} ms {row['ratio']:5.2f} of the first "
+                f"{row['what']:16} {row['variant']:23} {row['ms']:9.2f} ms {row['ratio']:5.2f} of the first "
                 f"{row['tokens_per_second']:10,.0f} tokens/s, weights {row['weights_mb']:9,.1f} MB, "
                 f"cache {row['cache_mb']:8,.1f} MB",
                 flush=True,

@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the picture (default: the current one)")
     parser.add_argument("--quick", action="store_true", help="as little as will run; quality is not judged")
     parser.add_argument("--cache", choices=CACHES, help="keep keys and values of language models in this")
+    rounding = "round the inputs of products to this, in formats that have such products (language models)"
+    parser.add_argument("--activations", choices=("int8", "fp8"), help=rounding)
     add_json(parser)
 
 
@@ -42,10 +44,10 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     tell = _teller(options.json)
     plan = model.QUICK if options.quick else model.Plan()
-    if options.cache is not None:
-        if not hasattr(plan, "cache"):
-            raise WrongUse(f"--cache {options.cache} is for language models; {options.model} has no keys to keep.")
-        plan = dataclasses.replace(plan, cache=options.cache)
+    asked = {name: getattr(options, name) for name in ("cache", "activations") if getattr(options, name) is not None}
+    if asked and not hasattr(plan, "cache"):
+        raise WrongUse(f"--{' and --'.join(asked)}: for language models; {options.model} is none.")
+    plan = dataclasses.replace(plan, **asked)
     found = model.run(plan, options.out, tell)
     tell("")
     print_json(found) if options.json else show(found)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eformer.ops.quantization import quantize_tree, report
+from eformer.ops.quantization import QuantizationConfig, quantize_tree, report
 from eformer.serialization import load, save
 
 # name -> what `quantize_tree` takes; None keeps the weights as they are
@@ -48,13 +48,27 @@ class Row:
         return self.nbytes / 1e6
 
 
-def quantized(params: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """The model in each of these formats (default: all); the dense one stays usable."""
+def quantized(params: Any, names: Sequence[str] | None = None, activations: str | None = None) -> dict[str, Any]:
+    """The model in each of these formats (default: all); the dense one stays usable.
+
+    With `activations` products round their inputs to that, in the formats that have such products.
+    """
     made = {}
     for name in FORMATS if names is None else names:
-        chosen = FORMATS[name]
+        chosen = _rounding(FORMATS[name], activations)
         made[name] = params if chosen is None else quantize_tree(params, default=chosen, donate=False)
     return made
+
+
+def _rounding(chosen: Any, activations: str | None) -> Any:
+    if chosen is None or activations is None:
+        return chosen
+    options = {**(chosen if isinstance(chosen, dict) else {"dtype": chosen}), "activations": activations}
+    try:
+        QuantizationConfig(**options)
+    except ValueError:  # no such product
+        return chosen
+    return options
 
 
 def survives_a_file(params: Any) -> tuple[bool, int]:

@@ -31,6 +31,7 @@ class Plan:
     length: int = 128
     judged: bool = True  # whether enough is done to say something about quality
     cache: str | None = None  # the format of keys and values
+    activations: str | None = None  # what products round their inputs to
 
 
 QUICK = Plan(
@@ -41,7 +42,7 @@ QUICK = Plan(
 def run(plan: Plan, folder: Path, tell: Tell) -> dict[str, Any]:
     """Do everything; `tell` hears what is going on."""
     tell("quantizing the character model")
-    models = formats.quantized(char.load_params(), plan.formats)
+    models = formats.quantized(char.load_params(), plan.formats, plan.activations)
     windows = text.windows(text.encode(text.topics(held_out=True)), char.LENGTH, plan.windows)
     quality, dense = {}, {}
     for name, params in models.items():

@@ -36,6 +36,7 @@ class Plan:
     rounds: int = 3
     judged: bool = True  # whether enough is done to say something about quality
     cache: str | None = None  # the format of keys and values
+    activations: str | None = None  # what products round their inputs to
 
 
 QUICK = Plan(windows=2, length=32, tokens=16, rounds=1, judged=False)
@@ -49,7 +50,11 @@ def run(plan: Plan, folder: Path, tell: Callable[[str], None]) -> dict[str, Any]
     config, params, tokenizer = model.config, model.params, model.tokenizer
     tell("quantizing")
     mixed = quantize_tree(params, MIXED, donate=False)
-    models = {**formats.quantized(params), "nf4 + int8": mixed, "Q4_1 as stored": load(file).params}
+    models = {
+        **formats.quantized(params, activations=plan.activations),
+        "nf4 + int8": mixed,
+        "Q4_1 as stored": load(file).params,
+    }
     windows = text.windows(tokenizer.encode(text.topics(held_out=True)), plan.length, plan.windows)
     quality, dense = {}, {}
     for name, weights in models.items():

@@ -35,6 +35,12 @@ def test_a_model_from_gguf_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "20 tokens" in said.err
     cached = run(capsys, "generate", gguf, "--prompt", "ab cd", "--tokens", "20", "--cache", "int8")
     assert (cached["cache"], len(cached["tokens"])) == ("int8", 20)
+    eight = ("--format", "int8", "--activations", "int8")
+    rounded = run(capsys, "generate", gguf, "--prompt", "ab", "--tokens", "4", *eight)
+    assert (rounded["activations"], len(rounded["tokens"])) == ("int8", 4)
+    assert main(["generate", str(gguf), "--activations", "int8"]) == 2
+    assert "give a format, as in --format int8 --activations int8" in capsys.readouterr().err
+    assert main(["generate", str(gguf), "--format", "fp8", "--activations", "int8"]) == 2
     run(capsys, "quantize", gguf, small, "--format", "int8", "--min-size", "0")
     monkeypatch.setattr("sys.stdin", io.StringIO("ab cd"))
     again = run(capsys, "generate", small, "--prompt", "-", "--tokens", "4")

@@ -47,7 +47,7 @@ def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkey
     assert rows["nf4"]["nbytes"] < rows["int8"]["nbytes"] < rows["f32"]["nbytes"]
     assert all(row["bit_equal"] and not row["materializations"] for row in rows.values())
     assert set(found["text"]) == {"f32", "nf4"}
-    cached = run("smollm2", package, capsys, "--cache", "int8")
+    cached = run("smollm2", package, capsys, "--cache", "int8", "--activations", "int8")
     assert cached["rows"][0]["quality"] != rows["f32"]["quality"]
     assert not any(row["materializations"] for row in cached["rows"])
     assert main(["--model", "minilm", "--cache", "int8", "--out", str(package)]) == 2

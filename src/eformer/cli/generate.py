@@ -49,6 +49,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="quantize the weights to this first (default: leave them as they are stored)",
     )
     parser.add_argument(
+        "--activations", choices=("int8", "fp8"), help="with --format: products round their inputs to this, too"
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: as stored)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -125,7 +128,7 @@ def open_model(options: argparse.Namespace) -> tuple[Model, Sampling]:
 
 def loaded(name: str, options: argparse.Namespace, form: str | None = None) -> Model:
     """The model of a name or a path, with its tokenizer, quantized if `form` or --format asks for it."""
-    form = str(options.format if form is None else form)
+    rounding, form = (options.activations, str(options.format)) if form is None else (None, form)
     path = model_file(*SMOLLM2) if name == "smollm2" else Path(name)
     check_exists(path)
     is_new = form != STORED
@@ -136,11 +139,27 @@ def loaded(name: str, options: argparse.Namespace, form: str | None = None) -> M
         raise Failure(str(err)) from err
     if is_new and any(isinstance(leaf.value, ImplicitArray) for leaf in open_tree(model.params).leaves):
         raise WrongUse("--format quantizes dense weights; these are quantized already, so leave --format out.")
-    if FORMATS.get(form):
-        model = dataclasses.replace(model, params=quantize_tree(model.params, default=FORMATS[form]))
+    if (chosen := _chosen(form, rounding)) is not None:
+        try:
+            model = dataclasses.replace(model, params=quantize_tree(model.params, default=chosen))
+        except ValueError as err:
+            raise WrongUse(str(err)) from err
     if model.tokenizer is None:
         raise Failure(_without_tokenizer(path))
     return model
+
+
+def _chosen(form: str, rounding: str | None) -> Any:
+    """What `quantize_tree` takes for a format and --activations; None to leave the weights alone."""
+    chosen = FORMATS.get(form)
+    if rounding is None:
+        return chosen
+    if chosen is None:
+        raise WrongUse(
+            f"--activations {rounding} rounds the inputs of products with quantized weights, and --format is {form}; "
+            "give a format, as in --format int8 --activations int8."
+        )
+    return {**(chosen if isinstance(chosen, dict) else {"dtype": chosen}), "activations": rounding}
 
 
 def _without_tokenizer(folder: Path) -> str:
@@ -183,6 +202,7 @@ def _facts(
     return {
         "model": options.model,
         "format": options.format,
+        "activations": options.activations,
         "cache": options.cache,
         "nbytes": sizes.nbytes,
         "bits_per_weight": sizes.bits_per_weight,
