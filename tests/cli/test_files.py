@@ -72,6 +72,11 @@ def test_plans_and_options(dense: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert found["formats"]["nf4"]["tensors"] == 2
     leaf = load(tmp_path / "q.safetensors")["layers.0.mlp.kernel"]
     assert leaf.block_size == 32
+    rounding = ("--format", "int4", "--activations", "int8", "--rule", "embedding=nf4")
+    found = run(capsys, "quantize", dense, tmp_path / "a8.safetensors", *rounding)
+    assert (found["formats"]["int4 x int8"]["tensors"], found["formats"]["nf4"]["tensors"]) == (2, 1)
+    leaf = load(tmp_path / "a8.safetensors")["layers.0.mlp.kernel"]
+    assert (leaf.activations, leaf.w.format, leaf.x_scale) == ("int8", "int4", None)
     assert "dense" in main_text(capsys, "quantize", dense, tmp_path / "again.safetensors", "--quiet")
     assert "it is a norm" in main_text(capsys, "quantize", dense, tmp_path / "again.safetensors", "--dry-run")
 
@@ -168,6 +173,7 @@ def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("quantize dense.safetensors out --format int8 --block-size 8", 2, "multiple of 8 values, 16 to"),
         ("quantize dense.safetensors out --format binary --block-size 32", 2, "no meaning for 'binary'"),
         ("quantize dense.safetensors out --format none --asymmetric", 2, "an option of a format"),
+        ("quantize dense.safetensors out --format fp8 --activations int8", 2, "fp8 takes activations='fp8'"),
         ("quantize dense.safetensors out --skip noses", 2, "noses"),
         ("quantize dense.safetensors out --max-shard-size wide", 2, "wide"),
         ("quantize dense.safetensors missing/out", 1, "missing"),

@@ -256,7 +256,9 @@ VALUES: dict[str, Callable[[Any, Any], Any]] = {
     "fft": lambda q, a: jnp.abs(jnp.fft.fft(q)),
 }
 
-FLOATING = {name: f for name, f in PRODUCTS.items() if name not in ("complex", "integer")}
+# Without other types of x, and without sums to one number of terms of one size, which cancel.
+_TO_ONE = ("dg both", "dg both crossed", "kn,kn->", "tensordot 2", "vdot", "dot vectors", "kn,k,n->")
+FLOATING = {name: f for name, f in PRODUCTS.items() if name not in ("complex", "integer", *_TO_ONE)}
 PROGRAMS = {"products": PRODUCTS, "floating": FLOATING, "shapes": SHAPES, "values": VALUES, "stacked": STACKED}
 
 

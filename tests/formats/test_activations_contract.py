@@ -51,7 +51,8 @@ def test_operations(name: str, group: str) -> None:
     size = 448.0 if q.activations == "fp8" else 127.0
     a = of_one_magnitude(stack_operands(rng) if group == "stacked" else operands(rng), size)
     found = jax.jit(lambda q, a: dense(implicit(program(group))(q, a)), compiler_options=FAST)(q, a)
-    check(found, dense_program(group)(dense(q), a))
+    # Kernels may take integers for the entries of a table that has fractions.
+    check(found, dense_program(group)(dense(q), a), tolerance=1e-4 if q.w.kernel_format == "nf4" else None)
 
 
 @pytest.mark.parametrize("mode", [*MODES, *STACKS])
@@ -69,5 +70,5 @@ def test_transformations(name: str, mode: str) -> None:
     assert any(not np.allclose(a, b, rtol=1e-3) for a, b in zip(far, near, strict=True)) or mode in UNROUNDED
 
 
-# Programs without a product of values.
-UNROUNDED = ("switch",)
+# Programs whose results are no products of x: of weights alone, or derivatives, which go straight through.
+UNROUNDED = ("switch", "jacobian", "associative")
