@@ -110,6 +110,7 @@ class StaticData(tuple[Any, ...]):
 
     source: weakref.ref[Any]
     path: str = ""  # where in a model the array is, for messages
+    note: str = ""  # how it was quantized, for reports
 
     def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
@@ -118,6 +119,7 @@ class StaticData(tuple[Any, ...]):
 def static_data_of(q: Any, data: tuple[Any, ...]) -> StaticData:
     static = StaticData(data)
     static.source, static.path = weakref.ref(q), getattr(data, "path", "")
+    static.note = getattr(data, "note", "")
     return static
 
 

@@ -41,10 +41,18 @@ state = _State()
 OUTSIDE = "a function outside implicit"
 
 
-def name_array(q: Any, path: str) -> None:
-    """Remember where in a model an array is, for messages. Copies that are rebuilt from its parts remember it too."""
+def name_array(q: Any, path: str, note: str = "") -> None:
+    """Remember where in a model an array is, for messages, and how it was made, for reports.
+
+    Copies that are rebuilt from its parts remember it too.
+    """
     jtu.tree_flatten(q)
-    q.__dict__["_aux"].path = path
+    q.__dict__["_aux"].path, q.__dict__["_aux"].note = path, note
+
+
+def note_of(q: Any) -> str:
+    """What `name_array` noted of an array."""
+    return getattr(q.__dict__.get("_aux"), "note", "")
 
 
 @contextlib.contextmanager

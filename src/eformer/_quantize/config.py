@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from .names import known_type
 from .statistics import LeafStatistics
 from .stored import behind, is_packed, unchanged
 from .table import DEFAULT_BLOCK, FORMATS, Axis, Default, Format
+
+METHODS = ("round", "scale", "gptq", "awq", "awq+gptq")
+BY_METHOD: list[Callable[..., Any]] = []  # holds `methods.encode`, whose module stands above this one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,8 @@ class QuantizationConfig:
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
         backward: "int8" or "fp8": the gradient of such a product is rounded, too.
         static: one scale for all rows, from the statistics of a calibration, instead of one for each.
+        method: how codes and scales are chosen: "round", "scale", "gptq", "awq" or "awq+gptq"; None is "round", or what
+            `quantize_tree(method=...)` says. The last three need the statistics that `quantize_tree` takes.
 
     An option that the format cannot honour is refused unless it has its default value.
 
@@ -56,9 +62,11 @@ class QuantizationConfig:
     activations: str | None = dataclasses.field(default=None, kw_only=True)
     backward: str | None = dataclasses.field(default=None, kw_only=True)
     static: bool = dataclasses.field(default=False, kw_only=True)
+    method: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", known_type(self.dtype))
+        check_method(self.method)
         given = self.format.default_block if isinstance(self.block_size, Default) else self.block_size
         object.__setattr__(self, "block_size", self.format.check_block(given))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
@@ -114,6 +122,12 @@ _DOCUMENTED = ("dtype", "block_size", "simulate", "use_kernel")
 
 def _default(name: str) -> Any:
     return QuantizationConfig.__dataclass_fields__[name].default
+
+
+def check_method(method: Any) -> None:
+    """Raise unless there is such a method; None is one, too."""
+    if method is not None and method not in METHODS:
+        raise ValueError(f"{method=} is unknown; allowed are {', '.join(map(repr, METHODS))}.")
 
 
 def _checked_axis(axis: Any) -> Axis:
@@ -208,6 +222,9 @@ def dequantize(array: Any, dtype: Any = None) -> jax.Array:
 
 
 def _encoded(array: jax.Array, config: QuantizationConfig) -> Any:
+    if config.method not in (None, "round"):
+        bare = dataclasses.replace(inputs.bare(config), method=None, simulate=False)
+        return BY_METHOD[0](array, None, bare, config.method)
     made = config.format.encode(array, config)
     return made if config.use_kernel else made.replaced(use_kernel=False)
 

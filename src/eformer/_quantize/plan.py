@@ -306,6 +306,7 @@ def _in_one_block(config: QuantizationConfig, shape: Sequence[int]) -> Quantizat
 def _stored_nbytes(config: QuantizationConfig, batch: int, shape: tuple[int, ...], dtype: str) -> int | None:
     """Bytes of an array once it is quantized; None if the format refuses it, which it will say itself."""
     value = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+    config = dataclasses.replace(config, method=None)  # which needs as many
     try:
         made = jax.eval_shape(lambda w: quantize_stack(w, bare(config), batch), value)
     except (TypeError, ValueError):

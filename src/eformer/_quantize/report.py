@@ -14,6 +14,7 @@ import numpy as np
 
 from eformer import _table
 from eformer._core import ImplicitArray, materialize
+from eformer._core.materialization import note_of
 from eformer._formats.blocks import wide
 from eformer._jax import traces
 
@@ -22,7 +23,10 @@ from .leaves import nbytes_of, open_tree
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """One leaf. Errors are against the original, where there is one; `tied_to` names the leaf it shares memory with."""
+    """One leaf. Errors are against the original, where there is one; `tied_to` names the leaf it shares memory with.
+
+    `method` is how `quantize_tree` chose codes and scales, where it was asked for more than rounding.
+    """
 
     path: str
     format: str
@@ -33,6 +37,7 @@ class LeafReport:
     relative_error: float | None = None
     sqnr_db: float | None = None
     tied_to: str | None = None
+    method: str | None = None
 
     @property
     def size(self) -> int:
@@ -163,7 +168,8 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
             )
         error = relative_error(value, original)
         sqnr = -20 * math.log10(error) if error else math.inf
-    return LeafReport(path, fmt, shape, name, nbytes, 8 * nbytes / max(size, 1), error, sqnr, tied_to)
+    method = note_of(value) or None if implicit else None
+    return LeafReport(path, fmt, shape, name, nbytes, 8 * nbytes / max(size, 1), error, sqnr, tied_to, method)
 
 
 def _finite(value: Any) -> Any:
@@ -190,7 +196,8 @@ def _row(leaf: LeafReport, digits: int) -> list[str]:
     sqnr = "" if leaf.sqnr_db is None else f"{leaf.sqnr_db:.1f}"
     shape = f"({','.join(map(str, leaf.shape))}{',' if len(leaf.shape) == 1 else ''})"
     held = f"{leaf.nbytes:,}" if leaf.tied_to is None else f"as {leaf.tied_to}"
-    return [leaf.path, leaf.format, shape, held, f"{leaf.bits_per_weight:.2f}", error, sqnr]
+    made = leaf.format if leaf.method is None else f"{leaf.format} ({leaf.method})"
+    return [leaf.path, made, shape, held, f"{leaf.bits_per_weight:.2f}", error, sqnr]
 
 
 def _draw(figure: Any, leaves: Sequence[LeafReport]) -> Any:

@@ -45,13 +45,13 @@ def unchanged(array: Any, found: Config, config: Config) -> Any:
 def agree(found: Config, wanted: Config, shape: Sequence[int]) -> bool:
     """Was an array of this shape, which has `found`, quantized as `wanted` asks? An axis left open may be any."""
     axes = [_counted_from_the_end(c.axis, len(shape)) for c in (found, wanted)]
-    same = dataclasses.replace(wanted, axis=found.axis, use_kernel=found.use_kernel, simulate=False)
+    same = dataclasses.replace(wanted, axis=found.axis, use_kernel=found.use_kernel, simulate=False, method=None)
     return axes[1] in (axes[0], None) and found in (same, fitted(same, shape))
 
 
 def differences(found: Config, wanted: Config) -> tuple[str, str]:
     """The options in which two configurations differ, in words: what is there, and what is asked for."""
-    same = dataclasses.replace(wanted, use_kernel=found.use_kernel, simulate=False)
+    same = dataclasses.replace(wanted, use_kernel=found.use_kernel, simulate=False, method=None)
     if wanted.axis is None:
         same = dataclasses.replace(same, axis=found.axis)
     names = [f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(same, f.name)]

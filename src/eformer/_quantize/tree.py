@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,7 +21,9 @@ from eformer._table import printable
 from .config import QuantizationConfig, quantize_stack
 from .inputs import bare
 from .leaves import nbytes_of, open_tree
+from .methods import Chosen, choose
 from .plan import MIN_SIZE, SKIP, Choice, Decision, Plan, plan
+from .statistics import Statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,8 @@ def quantize_tree(
     abstract: bool = False,
     donate: bool = True,
     progress: Reporter | bool | None = None,
+    calibration: Statistics | None = None,
+    method: str | None = None,
 ) -> Any:
     """Quantize the matrices of a model: any pytree, or a Flax NNX module.
 
@@ -101,6 +105,12 @@ def quantize_tree(
         donate: free every JAX array that was quantized and that no result keeps, so that memory never holds the model
             twice. `params` cannot be used afterwards.
         progress: called with a `Progress` after each leaf; True for a bar, False for none, None for one in terminals.
+        calibration: what the matrices are multiplied with, from `eformer.calibrate`.
+        method: how codes and scales are chosen where rules do not say (`{"*up*": {"dtype": "nf4", "method": "awq"}}`):
+            "round" to the nearest, for the largest value of every block; "scale" searches for scales of the least
+            error, weighted by the inputs if there are statistics; "gptq" makes later inputs answer for the errors of
+            earlier ones, too; "awq" multiplies inputs by factors first, which the array carries; "awq+gptq" does both.
+            By default "round", and "gptq" with statistics. A leaf without statistics is rounded, with a warning.
 
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}}
     >>> quantize_tree(params)["dense"]["kernel"]
@@ -110,8 +120,9 @@ def quantize_tree(
     planned = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
     planned.warn()
     decisions = planned.decisions
+    chosen = choose(decisions, calibration, method)
     if abstract:
-        return tree.rebuild(_abstract(d) for d in decisions)
+        return tree.rebuild(_abstract(d, chosen) for d in decisions)
     shapes = [d.leaf.path for d in decisions if isinstance(d.leaf.value, jax.ShapeDtypeStruct) and d.config is not None]
     if shapes:
         raise TypeError(
@@ -126,7 +137,8 @@ def quantize_tree(
             value = decision.leaf.value
             if decision.config is not None:
                 if id(value) not in made:
-                    made[id(value)] = _quantized(decision, donate and (not kept or kept.isdisjoint(_memory(value))))
+                    freed = donate and (not kept or kept.isdisjoint(_memory(value)))
+                    made[id(value)] = _quantized(decision, freed, chosen[decision.leaf.path])
                     made |= {id(x): made[id(value)] for x in arrays if x.is_deleted() and id(x) not in made}
                 done += nbytes_of(value)
                 value = made[id(value)]
@@ -194,17 +206,17 @@ def _memory(value: Any) -> list[Any]:
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in value.addressable_shards] or [id(value)]
 
 
-def _quantized(decision: Decision, donate: bool) -> Any:
+def _quantized(decision: Decision, donate: bool, how: Chosen) -> Any:
     value, config = decision.leaf.value, cast(QuantizationConfig, decision.config)
     ours = not isinstance(value, jax.Array)  # a copy on the device that only we hold
     try:
         dense = jnp.asarray(np.asarray(value, _native(value))) if ours else value
-        made = quantize_stack(dense, config, decision.role.batch)
+        made = how.encode(dense, config, decision)
     except (TypeError, ValueError) as err:
         err.add_note(f"while quantizing {decision.leaf.path!r} as {config}")
         raise
     if isinstance(made, ImplicitArray):
-        name_array(made, decision.leaf.path)
+        name_array(made, decision.leaf.path, how.note)
     if (donate or ours) and not isinstance(dense, traces.Tracer) and made is not dense:
         jax.block_until_ready(jax.tree.leaves(made))
         dense.delete()
@@ -216,16 +228,15 @@ def _native(value: Any) -> np.dtype:
     return np.dtype(value.dtype).newbyteorder("=")
 
 
-def _abstract(decision: Decision) -> Any:
+def _abstract(decision: Decision, chosen: Mapping[str, Chosen]) -> Any:
     value, config = decision.leaf.value, decision.config
     if isinstance(value, ImplicitArray) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return jax.tree.map(_struct, value) if isinstance(value, ImplicitArray) else value
     if config is None:
         return _struct(value)
     dtype = jax.dtypes.canonicalize_dtype(_native(value))
-    return jax.eval_shape(
-        lambda w: quantize_stack(w, config, decision.role.batch), jax.ShapeDtypeStruct(value.shape, dtype)
-    )
+    how = chosen[decision.leaf.path]
+    return jax.eval_shape(lambda w: how.encode(w, config, decision), jax.ShapeDtypeStruct(value.shape, dtype))
 
 
 def _struct(value: Any) -> jax.ShapeDtypeStruct:

@@ -94,12 +94,12 @@ def _encode_blocks(blocks: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     shrink = jnp.where(absmax > _HUGE, _SHRINK, 1.0)
     inverse = 1.0 / jnp.where(absmax == 0, 1.0, absmax * shrink)
     scaled = (blocks.astype(jnp.float32) * jnp.expand_dims(shrink, at + 1)) * jnp.expand_dims(inverse, at + 1)
-    codes = _nearest(scaled).reshape(*lead, blocks.shape[at + 1] // 2, 2, *trail)
+    codes = nearest(scaled).reshape(*lead, blocks.shape[at + 1] // 2, 2, *trail)
     packed = (_blocks.along(codes, 0, at + 2) << 4) | _blocks.along(codes, 1, at + 2)
     return packed, absmax
 
 
-def _nearest(x: jax.Array) -> jax.Array:
+def nearest(x: jax.Array) -> jax.Array:
     """How many thresholds lie below `x`, by bisection: four compares instead of fifteen. NaN gives 0."""
     bits: list[jax.Array] = []
     for level in range(4):

@@ -25,6 +25,7 @@ from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
 from eformer._formats.nf4.codec import GROUP
 from eformer._formats.onebit.array import Array1B
 from eformer._formats.permuted.array import PermutedArray
+from eformer._formats.scaled.array import ScaledArray
 from eformer._lora.array import LoraArray
 from eformer._lora.dora import DoraArray
 from eformer.errors import CheckpointError
@@ -227,6 +228,7 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
     ),
     ("permuted", PermutedArray, {"w": FLOATING, "order": "int32"}, {"axis": int}),
     ("dora", DoraArray, {"v": FLOATING, "magnitude": FLOATING, "squares": FLOATING}, {"columns": bool}),
+    ("scaled", ScaledArray, {"w": FLOATING, "factor": FLOATING}, {"core": int}),
 )
 for _name, _cls, _kinds, _fields in TYPES:
     register_type(_cls, _name, unpack=strict(_cls, _kinds, _fields))

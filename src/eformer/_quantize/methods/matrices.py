@@ -1,0 +1,109 @@
+"""The methods on matrices (S, K, N): codes and scales, compiled once for each shape, a few matrices at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import gptq
+from .grids import Grid, Zero
+from .search import search
+
+WORKING_BYTES = 1 << 28
+FREE_POWER = 2.4
+
+
+def in_parts(f: Callable[..., Any], sizes: tuple[int, int, int], *arrays: Any, **options: Any) -> Any:
+    """`f` on a few matrices of a stack at a time, so that what it needs fits into memory; results are put together.
+
+    Arrays have the stack in front, or are None. What lies on disk is read when its turn comes.
+    """
+    s, k, n = sizes
+    some = max(1, min(s, WORKING_BYTES // (4 * k * (2 * k + 4 * n) + 1)))
+    some = next(size for size in range(some, 0, -1) if s % size == 0)
+    results = [
+        f(*(None if a is None else jnp.asarray(a[at : at + some], _dtype(a)) for a in arrays), **options)
+        for at in range(0, s, some)
+    ]
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+
+
+def _dtype(array: Any) -> Any:
+    return getattr(array, "dtype", jnp.float32)  # numbers of inputs are f64 on disk
+
+
+def importance(diagonal: jax.Array) -> jax.Array:
+    """Weights of channels (..., K) from their sums of squares, of mean 1 and never 0: a silent channel may speak."""
+    mean = jnp.mean(diagonal, axis=-1, keepdims=True)
+    return (diagonal / jnp.where(mean > 0, mean, 1) + gptq.DAMPING) / (1 + gptq.DAMPING)
+
+
+def _blocks(w: jax.Array, weights: Any, block: int, along_inputs: bool) -> tuple[jax.Array, jax.Array, int]:
+    """Matrices (S, K, N) cut into blocks, the weights of their values, and the axis along which blocks run."""
+    s, k, n = w.shape
+    if not along_inputs:  # all values of a block have the same input, hence the same weight
+        return w.reshape(s, k, n // block, block), jnp.ones((), jnp.float32), -1
+    weights = jnp.ones((), jnp.float32) if weights is None else weights.reshape(s, k // block, block, 1)
+    return w.reshape(s, k // block, block, n), weights, -2
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "block", "along_inputs"))
+def scales(
+    w: jax.Array, diagonal: jax.Array | None, *, grid: Grid, block: int, along_inputs: bool
+) -> tuple[jax.Array, Zero]:
+    """The best scales, (S, K / block, N) or (S, K, N / block), for inputs of these mean squares, (S, K) or None."""
+    x, weights, axis = _blocks(w, None if diagonal is None else importance(diagonal), block, along_inputs)
+    return search(grid, x, weights, axis, 2.0 if diagonal is not None else FREE_POWER)
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "block", "along_inputs"))
+def nearest(w: jax.Array, scale: jax.Array, zero: Zero, *, grid: Grid, block: int, along_inputs: bool) -> jax.Array:
+    """The codes nearest to values, for scales that are known."""
+    axis = -2 if along_inputs else -1
+    spread = functools.partial(jnp.repeat, repeats=block, axis=axis)
+    return grid.codes(w, spread(scale), None if zero is None else spread(zero))
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "block", "along_inputs"))
+def propagated(
+    w: jax.Array,
+    moment: jax.Array,
+    scale: jax.Array,
+    zero: Zero,
+    *,
+    grid: Grid,
+    block: int,
+    along_inputs: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """GPTQ with scales that are known: codes, and how often damping was raised.
+
+    The most active inputs go first. Since scales stay with their blocks, nothing has to be stored of that order.
+    """
+
+    def one(w: jax.Array, moment: jax.Array, scale: jax.Array, zero: Zero) -> tuple[jax.Array, jax.Array]:
+        order = jnp.argsort(-jnp.diagonal(moment))
+        u, times = gptq.factor(moment[order][:, order])
+        places = order // block if along_inputs else order
+
+        def round_row(x: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+            s, z = (None if a is None else a[place] for a in (scale, zero))
+            if not along_inputs:
+                s, z = (None if a is None else jnp.repeat(a, block) for a in (s, z))
+            assert s is not None
+            codes = grid.codes(x, s, z)
+            return codes, grid.values(codes, s, z)
+
+        codes = gptq.sweep(w[order], u, places, round_row)
+        return jnp.zeros_like(codes).at[order].set(codes), times
+
+    return jax.vmap(one)(w, moment, scale, zero)
+
+
+@jax.jit
+def output_error(moment: jax.Array, difference: jax.Array) -> jax.Array:
+    """`trace(Eᵀ H E)` for every matrix of a stack: the squared error of the outputs, summed over the tokens."""
+    return jnp.sum(difference * jnp.matmul(moment, difference, precision="highest"), axis=(-2, -1))
