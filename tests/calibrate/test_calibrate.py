@@ -187,9 +187,21 @@ def test_leaves_that_were_not_used_are_named(params, rng):
     assert list(stats) == ["first", "second"]
 
 
-def test_a_lookup_is_a_use(rng):
-    table, x = {"table": jnp.ones((K, N)), "w": jnp.ones((N, 2))}, jnp.array([0, 1])
-    assert list(ef.calibrate(lambda p, ids: p["table"][ids] @ p["w"], table, [x])) == ["w"]
+LOOKUPS = {
+    "indexed": lambda table, ids: table[ids],
+    "taken": lambda table, ids: jnp.take(table, ids, axis=0),
+    "mapped": lambda table, ids: jax.vmap(jax.vmap(lambda i: table[i]))(ids),
+    "one row": lambda table, ids: table[1] + jnp.zeros((*ids.shape, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup_is_a_use(name):
+    """It needs no statistics, and no warning."""
+    params, ids = {"table": jnp.ones((K, N)), "w": jnp.ones((N, 2))}, jnp.array([[0, 1], [1, 3]])
+    stats = ef.calibrate(lambda p, ids: LOOKUPS[name](p["table"], ids) @ p["w"], params, [ids])
+    assert list(stats) == ["w"]
+    assert stats["w"].count == 4
 
 
 def test_an_opaque_product_is_named(params):

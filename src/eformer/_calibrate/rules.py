@@ -23,15 +23,16 @@ def _moved(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, 
     if not isinstance(operand, Tracked):
         return out
     try:
-        return followed(out, [move(view) for view in operand.views])
+        return followed(frame, out, [move(view) for view in operand.views])
     except NotImplementedError as why:
         frame.note(frame.other, operand, str(why))
         return out
 
 
-def followed(value: Any, shown: Sequence[View]) -> Any:
-    """A value with its views, if they are of matrices: a row of a table is an activation."""
+def followed(frame: Frame, value: Any, shown: Sequence[View]) -> Any:
+    """A value with its views, if they are of matrices: a row of a table is an activation, and to read it a lookup."""
     kept = tuple(view for view in shown if view.is_matrix)
+    frame.note(frame.other, Tracked(value, tuple(view for view in shown if not view.is_matrix)), "lookup")
     return Tracked(value, kept) if kept else value
 
 
@@ -118,7 +119,7 @@ def _split(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, 
         start, end = end, end + size
         try:
             shown = [views.pick(view, axis, np.arange(start, end)) for view in operand.views]
-            results.append(followed(out, [views.squeeze(view, [axis]) for view in shown] if one else shown))
+            results.append(followed(frame, out, [views.squeeze(view, [axis]) for view in shown] if one else shown))
         except NotImplementedError as why:
             frame.note(frame.other, operand, str(why))
             results.append(out)
@@ -137,17 +138,18 @@ def _gather(frame: Frame, primitive: Any, operands: list[Any], params: dict[str,
     plain = len(axis) == 1 and tuple(numbers.collapsed_slice_dims) == axis and not numbers.operand_batching_dims
     plain = plain and all(size == n for i, (size, n) in enumerate(zip(sizes, shape, strict=True)) if i != axis[0])
     if not plain or len(shape) < 3 or indices.ndim > 2:
-        frame.note(frame.other, operands[0], "lookup" if plain else "gather")
+        one = sum(size == 1 and n > 1 for size, n in zip(sizes, shape, strict=True))
+        frame.note(frame.other, operands[0], "lookup" if one and len(shape) - one < 2 else "gather")
         return out
     ids = jnp.clip(indices.reshape(-1), 0, shape[axis[0]] - 1)
     try:
         shown = [views.pick(view, axis[0], ids) for view in operands[0].views]
         rest = [i for i in range(jnp.ndim(out)) if i not in numbers.offset_dims]
         if not rest:
-            return followed(out, [views.squeeze(view, axis) for view in shown])
+            return followed(frame, out, [views.squeeze(view, axis) for view in shown])
         others = [i for i in range(len(shape)) if i != axis[0]]
         order = [axis[0] if i in rest else others[list(numbers.offset_dims).index(i)] for i in range(jnp.ndim(out))]
-        return followed(out, [views.transpose(view, order) for view in shown])
+        return followed(frame, out, [views.transpose(view, order) for view in shown])
     except NotImplementedError as why:
         frame.note(frame.other, operands[0], str(why))
         return out
@@ -165,7 +167,7 @@ def _concatenate(frame: Frame, primitive: Any, operands: list[Any], params: dict
                 view = views.broadcasted(view, (*view.shape[:axis], 1, *view.shape[axis:]), others)
             shown.append(views.concatenated(view, axis, start))
         start += 1 if stacks else shape[axis]
-    return followed(bind(primitive, operands, params), shown)
+    return followed(frame, bind(primitive, operands, params), shown)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
