@@ -1,13 +1,16 @@
 """Finds which operation does what with which format, and which kernel computes it where. No cell is written by hand.
 
 python docs/support_matrix.py            (prints the tables, and compares them with support_matrix.md)
+python docs/support_matrix.py --all      (with every format; else one of each column, and the rows of four)
 python docs/support_matrix.py --write    (writes them there)
 
-Every operation of the first table is run, and its result compared with that of the dense array: equal to rounding.
+Formats that do the same share a column, or a row. Every operation of the first table is run with one of each column,
+and its result compared with that of the dense array: equal to rounding.
 In the second, `cpu` and `tiled` are run and compared with the reference; `tpu` is lowered for a TPU and must have a
 kernel of its own in the program; `cuda` is what the selection answers for a GPU.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eformer import explain, implicit, materialization_policy, materialize, quantize
+from eformer import QuantizationType, explain, implicit, materialization_policy, materialize, quantize
 from eformer._kernels import qgather, qmatmul, qragged_dot, select
 from eformer._kernels.backends import is_kernel_available
 from eformer._kernels.cuda import refuses_machine
+from eformer._kernels.formats import FORMATS as STORED
 from eformer._kernels.grouped import GROUPED_PRODUCT
 from eformer._kernels.lookup import LOOKUP
 from eformer._kernels.matmul import PRODUCT
@@ -28,7 +32,10 @@ from eformer.cli.doctor import random_storage
 from eformer.jaximus import leaf_predicate
 
 MARK = "<!-- written by support_matrix.py -->\n\n"
-FORMATS = ("nf4", "int8", "ternary", "binary")
+OFTEN = ("nf4", "int8", "ternary", "binary")
+PAGE = Path(__file__).with_suffix(".md")
+WRITES = "--write" in sys.argv
+ALL = WRITES or "--all" in sys.argv or bool(os.environ.get("EFORMER_TEST_THOROUGH"))
 K, N, EXPERTS = 256, 128, 3  # more than 2**14 values, below which the reference is the quicker choice
 rng = np.random.default_rng(0)
 
@@ -178,7 +185,8 @@ def lookup(fmt, form, codes, scale):
         return lambda i, c, s: qgather(c, s, i, preference=preference, **options)
 
     def asked(platform):
-        block = 2 * codes.shape[-1] if fmt == "nf4" else None
+        row = STORED[fmt]
+        block = row.per_code * (codes.shape[-1] // row.unit) if row.blocked else None
         sizes = {"platform": platform, "m": rows.size, "rows": ROWS, "scale_dtype": np.dtype(scale.dtype)}
         problem = Problem(fmt, "lookup", K, block, np.dtype(jnp.bfloat16), preference="native", **sizes)
         return LOOKUP.candidates, problem
@@ -250,39 +258,74 @@ def compare(found, cases, refused):
 BACKENDS = {"cpu": on_cpu, "cuda": on_cuda, "tpu": on_tpu, "tiled": tiled}
 
 
+def columns_of(heading):
+    """The formats of every column of the page, as it is; when all are run, every format by itself."""
+    if ALL:
+        return [[str(kind)] for kind in QuantizationType]
+    head = next(line for line in PAGE.read_text().splitlines() if line.startswith(heading))
+    return [column.split(", ") for column in head.strip("| ").split(" | ")[1:]]
+
+
+def operations():
+    """The first table, line by line. Formats whose cells are equal share a column."""
+    heading = f"| `w` has the shape {(K, N)} |"
+    columns = columns_of(heading)
+    cells = [[] for _ in columns]
+    for programs, w in ((MATRIX, normal(K, N)), (STACK, normal(EXPERTS, K, N))):
+        for column, found in zip(columns, cells, strict=True):
+            q = quantize(w, dtype=column[0], axis=-2)
+            check(programs, q)
+            found += [cell(operation, q) for operation in programs.values()]
+    groups = {}
+    for column, found in zip(columns, cells, strict=True):
+        groups.setdefault(tuple(found), []).extend(column)
+    yield f"{heading} " + " | ".join(", ".join(names) for names in groups.values()) + " |"
+    yield "|---" * (len(groups) + 1) + "|"
+    for name, *row in zip((*MATRIX, *STACK), *groups, strict=True):
+        yield "| " + " | ".join([name, *row]) + " |"
+
+
 def kernel_rows():
+    """The rows of the second table, by operation; formats whose cells are equal share one."""
+    formats = [*OFTEN, *(fmt for fmt in STORED if fmt not in OFTEN)] if ALL else OFTEN
     for name, (operation, form) in KERNELS.items():
-        cases = [operation(fmt, form, *map(jnp.asarray, random_storage(fmt, ROWS, K))) for fmt in FORMATS]
-        columns = [ask(cases) for ask in BACKENDS.values()]
-        yield from ([name, *row] for row in zip(FORMATS, *columns, strict=True))
+        cases = [operation(fmt, form, *map(jnp.asarray, random_storage(fmt, ROWS, K))) for fmt in formats]
+        groups = {}
+        for fmt, *row in zip(formats, *[ask(cases) for ask in BACKENDS.values()], strict=True):
+            groups.setdefault(tuple(cell.replace(f" for {fmt}", " for these") for cell in row), []).append(fmt)
+        yield from ([name, ", ".join(names), *row] for row, names in groups.items())
 
 
 def tables():
     """The lines of both tables, each with its head."""
-    yield from ("## Operations", "", f"| `w` has the shape {(K, N)} | " + " | ".join(FORMATS) + " |")
-    yield "|---" * (len(FORMATS) + 1) + "|"
-    for operations, shape in ((MATRIX, (K, N)), (STACK, (EXPERTS, K, N))):
-        arrays = [quantize(normal(*shape), dtype=kind, axis=-2) for kind in FORMATS]
-        for q in arrays:
-            check(operations, q)
-        for name, operation in operations.items():
-            yield "| " + " | ".join([name, *(cell(operation, q) for q in arrays)]) + " |"
-    yield from ("", "## Kernels", "")
+    yield from ("## Operations", "", *operations(), "", "## Kernels", "")
     yield f"bfloat16 `x`, and a stored matrix `D` of {ROWS} rows and {K} columns with blocks of 64."
-    yield from ("", "| operation | format | " + " | ".join(BACKENDS) + " |", "|---" * (len(BACKENDS) + 2) + "|")
+    yield from ("", "| operation | formats | " + " | ".join(BACKENDS) + " |", "|---" * (len(BACKENDS) + 2) + "|")
     for row in kernel_rows():
         yield "| " + " | ".join(row) + " |"
+
+
+def of_four(text):
+    """The page with only those formats in the rows of kernels that are always run."""
+    before, head, rows = text.partition("## Kernels")
+    lines = []
+    for line in rows.splitlines():
+        cells = line.split(" | ")
+        if len(cells) == 2 + len(BACKENDS) and cells[1] != "formats":
+            cells[1] = ", ".join(name for name in cells[1].split(", ") if name in OFTEN)
+        lines += [" | ".join(cells)] if len(cells) < 2 or cells[1] else []
+    return f"{before}{head}" + "\n".join(lines) + "\n"
 
 
 def main():
     print(f"JAX {jax.__version__} on {jax.default_backend()}\n")
     found = "\n".join(tables()) + "\n"
     print(found)
-    page = Path(__file__).with_suffix(".md")
-    text, _, shown = page.read_text().partition(MARK)
-    if "--write" in sys.argv:
-        page.write_text(f"{text}{MARK}{found}")
+    text, _, shown = PAGE.read_text().partition(MARK)
+    if WRITES:
+        PAGE.write_text(f"{text}{MARK}{found}")
     elif is_kernel_available() and jax.default_backend() == "cpu":
+        shown = shown if ALL else of_four(shown)
         assert shown == found, "docs/support_matrix.md shows another table: python docs/support_matrix.py --write"
 
 

@@ -44,6 +44,8 @@ def test_other_options_count_as_another_way(w, key):
     with pytest.raises(AlreadyQuantizedError, match=r"axis=-2.*axis=-1"):
         ef.quantize(q, dtype="nf4", block_size=32, axis=-1)
     assert ef.quantize(q, dtype="nf4", block_size=32, axis=0) is q
+    with pytest.raises(AlreadyQuantizedError, match=r"with dtype=int8, and activations=int8 is asked for"):
+        ef.quantize(ef.quantize(w, dtype="int8"), dtype="int8", activations="int8")
     with pytest.raises(AlreadyQuantizedError, match="quantized already"):
         ef.implicit(lambda q: ef.quantize(q, dtype="int8"))(q)
     with pytest.raises(AlreadyQuantizedError, match="LoraArray"):

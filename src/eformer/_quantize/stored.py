@@ -58,7 +58,8 @@ def differences(found: Config, wanted: Config) -> tuple[str, str]:
 
     def words(config: Config) -> str:
         own = [n for n in names if n in ("dtype", "axis", *FIELDS) or n in config.format.options]
-        return ", ".join(f"{n}={getattr(config, n)!s}" for n in own if getattr(config, n) is not None)
+        told = ", ".join(f"{n}={getattr(config, n)!s}" for n in own if getattr(config, n) is not None)
+        return told or f"dtype={config.dtype!s}"
 
     return words(found), words(wanted)
 
