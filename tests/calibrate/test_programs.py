@@ -171,6 +171,27 @@ def test_grouped_products_are_per_expert(rng):
     np.testing.assert_array_equal(stats[""].count, sizes)
 
 
+def test_experts_in_a_scanned_stack(rng):
+    """Layers and experts, both numbered; each layer sends the rows elsewhere."""
+    w, x, sizes = normal(rng, L, 2, K, K), normal(rng, T, K), np.array([[5, 0], [2, 3], [1, 4]])
+
+    def forward(p, b):
+        def layer(x, one):
+            return jnp.tanh(lax.ragged_dot(x, one[0], one[1])), None
+
+        return lax.scan(layer, b[0], (p, b[1]))[0]
+
+    stats = calibrate(forward, w, [(x, jnp.asarray(sizes, jnp.int32))])[""]
+    assert (stats.axes, stats.stack) == ((2,), (0, 1))
+    np.testing.assert_array_equal(stats.count, sizes)
+    x = np.asarray(x, np.float64)
+    for i, (cut, _) in enumerate(sizes):
+        parts = x[:cut], x[cut:]
+        for j, rows in enumerate(parts):
+            np.testing.assert_allclose(stats.moment[i, j], rows.T @ rows, rtol=1e-4, atol=1e-5)
+        x = np.tanh(np.concatenate([rows @ np.asarray(one) for rows, one in zip(parts, w[i], strict=True)]))
+
+
 def test_experts_gathered_per_token(rng):
     w, x, ids = normal(rng, 3, K, N), normal(rng, T, K), np.array([2, 0, 2, 2, 1])
     stats = calibrate(lambda p, b: jnp.einsum("tk,tkn->tn", b[0], p[b[1]]), w, [(x, jnp.asarray(ids))])
