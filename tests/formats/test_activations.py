@@ -259,6 +259,39 @@ def test_static_scales_come_from_statistics() -> None:
         quantize(w.T, dtype="int8", activations="int8", static=True, statistics=stats)
 
 
+def test_smoothing_moves_outliers_into_the_weight() -> None:
+    rng = seeded("smooth")
+    x = normal(rng, 64, 48) * jnp.where(jnp.arange(48) % 16 == 0, 60.0, 1.0)
+    params = {"up": {"kernel": normal(rng, 48, 32)}, "embed": {"embedding": normal(rng, 64, 48)}}
+    w = params["up"]["kernel"]
+    found = ef.calibrate(lambda p, x: (x @ p["up"]["kernel"], p["embed"]["embedding"][jnp.arange(2)]), params, [x])
+    plain, smooth = ({"dtype": "int8", "activations": "int8", **more} for more in ({}, {"smooth": 0.5, "static": True}))
+    made = {
+        name: quantize_tree(params, {"*": c}, calibration=found, method=None if name == "smooth" else "round",
+                            min_size=0, donate=False)
+        for name, c in (("plain", plain), ("smooth", smooth))
+    }  # fmt: skip
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    q = made["smooth"]["up"]["kernel"]
+    factor, scale = np.asarray(q.factor), q.w.x_scale
+    largest = np.abs(np.asarray(x)).max(0)
+    assert error(1 / factor[:, 0] ** 2, largest / np.abs(np.asarray(w)).max(1)) < 1e-5
+    assert error(scale, [[(largest * factor[:, 0]).max() / 127]]) < 1e-6
+    inputs = rounded(np.asarray(x * factor[:, 0], np.float32), (1,), "int8", scale)
+    assert error(x @ q, inputs @ np.asarray(q.w.materialize(), np.float64)) < 1e-6
+    assert error(x @ q, want) < 0.5 * error(x @ made["plain"]["up"]["kernel"], want)
+    assert made["smooth"]["embed"]["embedding"].x_scale is None  # looked up only
+    one = quantize(w, dtype="int8", axis=0, activations="int8", smooth=0.5, statistics=found["up/kernel"])
+    assert error(x @ one, want) < 0.03
+    for options, words in (({"smooth": 2.0}, "no number from 0"), ({"smooth": 0.5}, "smooth=0.5 takes the scale")):
+        with pytest.raises(ValueError, match=words):
+            quantize(w, dtype="int8", activations="int8", **options)
+    with pytest.raises(ValueError, match="goes with method='round', not with 'gptq'"):
+        quantize_tree(params, {"*": smooth}, calibration=found, method="gptq", min_size=0, donate=False)
+    with pytest.raises(ValueError, match="takes the scale of inputs from statistics, and there are none"):
+        quantize_tree(params, {"*": smooth}, min_size=0, donate=False)
+
+
 def test_bad_input() -> None:
     w = jnp.ones((64, 32))
     for options, words in (

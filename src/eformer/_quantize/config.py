@@ -42,6 +42,7 @@ class QuantizationConfig:
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
         backward: "int8" or "fp8": the gradient of such a product is rounded, too.
         static: one scale for all rows, from the statistics of a calibration, instead of one for each.
+        smooth: how much of the outliers of inputs moves into the weight (SmoothQuant), 0 to 1; from statistics, too.
         method: how codes and scales are chosen: "round", "scale", "gptq", "awq" or "awq+gptq"; None is "round", or what
             `quantize_tree(method=...)` says. The last three need the statistics that `quantize_tree` takes.
 
@@ -62,6 +63,7 @@ class QuantizationConfig:
     activations: str | None = dataclasses.field(default=None, kw_only=True)
     backward: str | None = dataclasses.field(default=None, kw_only=True)
     static: bool = dataclasses.field(default=False, kw_only=True)
+    smooth: float | None = dataclasses.field(default=None, kw_only=True)
     method: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -150,6 +152,7 @@ def quantize(
     activations: str | None = None,
     backward: str | None = None,
     static: bool = False,
+    smooth: float | None = None,
     statistics: LeafStatistics | None = None,
 ) -> Any:
     """Quantize a floating array to any format.
@@ -173,19 +176,20 @@ def quantize(
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
         backward: "int8" or "fp8": the gradient of such a product is rounded, too.
         static: one scale for all rows, from `statistics`, instead of one for each.
+        smooth: how much of the outliers of inputs moves into the weight (SmoothQuant), 0 to 1; from `statistics`, too.
         statistics: what calibration found of the inputs of this array.
 
     >>> quantize(jax.numpy.ones((64, 32)), dtype="int8", activations="int8")
     ActivationArray(float32[64,32], int8 x int8, 9.00 bits per weight)
     """
     options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
-    options |= {"activations": activations, "backward": backward, "static": static}
+    options |= {"activations": activations, "backward": backward, "static": static, "smooth": smooth}
     chosen = _chosen(config, dtype, block_size, simulate, options)
     if is_packed(array):
         return unchanged(array, config_of(behind(array)), chosen)
     if chosen.simulate:
         return _simulated(array, chosen)
-    return inputs.rounding_inputs(_encoded(array, chosen), chosen, statistics)
+    return inputs.quantized(array, chosen, statistics, _encoded)
 
 
 def straight_through(
@@ -255,7 +259,7 @@ def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any, options: di
 def quantize_stack(array: Any, config: QuantizationConfig, batch: int, statistics: LeafStatistics | None = None) -> Any:
     """`quantize(array, config)`, where `batch` leading axes number matrices that are quantized one by one."""
     if config.activations is not None:
-        return inputs.rounding_inputs(quantize_stack(array, inputs.bare(config), batch), config, statistics)
+        return inputs.quantized(array, config, statistics, lambda w, bare: quantize_stack(w, bare, batch))
     axis, ndim = -2 if config.axis is None else config.axis, len(array.shape)
     if not config.format.needs_whole_matrix or not isinstance(axis, int) or not -ndim <= axis < ndim:
         return quantize(array, config)  # what is encoded along one axis does not see the other matrices

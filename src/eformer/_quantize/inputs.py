@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,15 +13,16 @@ from eformer._core import ImplicitArray
 from eformer._formats.activations.array import ActivationArray, no_product, takes
 from eformer._formats.base import QuantizedArray
 from eformer._formats.floating import codec as floats
+from eformer._formats.scaled.array import ScaledArray
 from eformer._kernels.formats import one_of
 from eformer._kernels.parameters import ACTIVATIONS
 
 from .statistics import LeafStatistics
 
-FIELDS = ("activations", "backward", "static")
+FIELDS = ("activations", "backward", "static", "smooth")
 NO_STATISTICS = (
-    "static=True takes the scale of inputs from statistics, and there are none. Pass those of `eformer.calibrate`, as "
-    "in quantize_tree(..., calibration=statistics), or leave static out: every row then has a scale of its own."
+    "{option} takes the scale of inputs from statistics, and there are none. Pass those of `eformer.calibrate`, as in "
+    "quantize_tree(..., calibration=statistics), or leave it out: every row then has a scale of its own."
 )
 
 
@@ -29,7 +31,7 @@ def check(config: Any) -> None:
     for name in ("activations", "backward"):
         one_of(name, getattr(config, name), (None, *ACTIVATIONS))
     if config.activations is None:
-        given = [name for name in ("backward", "static") if getattr(config, name)]
+        given = [name for name in FIELDS[1:] if getattr(config, name) not in (None, False)]
         if given:
             value = getattr(config, given[0])
             raise ValueError(
@@ -37,6 +39,12 @@ def check(config: Any) -> None:
                 f"{' or '.join(map(repr, ACTIVATIONS))}."
             )
         return
+    if config.smooth is not None and not 0 <= config.smooth <= 1:
+        raise ValueError(f"smooth={config.smooth!r} is no number from 0 (all outliers stay in inputs) to 1; try 0.5.")
+    if config.smooth is not None and config.method not in (None, "round"):
+        raise ValueError(
+            f"smooth={config.smooth} and method={config.method!r} both say what becomes of inputs; leave one out."
+        )
     kind = str(config.dtype)
     allowed = takes(floats.KINDS[kind].element if kind in floats.KINDS else kind)
     if config.activations not in allowed:
@@ -50,11 +58,28 @@ def check(config: Any) -> None:
 
 def bare(config: Any) -> Any:
     """The configuration of the weight alone."""
-    return config if config.activations is None else dataclasses.replace(config, **_defaults())
+    if config.activations is None:
+        return config
+    return dataclasses.replace(config, activations=None, backward=None, static=False, smooth=None)
 
 
-def _defaults() -> dict[str, Any]:
-    return {"activations": None, "backward": None, "static": False}
+def quantized(array: Any, config: Any, statistics: LeafStatistics | None, encode: Callable[[Any, Any], Any]) -> Any:
+    """`encode(array, config)` of the weight alone, then what becomes of its inputs."""
+    if config.smooth is None:
+        return rounding_inputs(encode(array, bare(config)), config, statistics)
+    use = _use(array, config, statistics, f"smooth={config.smooth}")
+    factor = _smoothing(array, config.smooth, use)
+    made = encode((array * factor).astype(array.dtype), bare(config))
+    return rounding_inputs(ScaledArray(made, 1 / factor, core=array.ndim - len(use.stack)), config, statistics)
+
+
+def _smoothing(array: Any, strength: float, use: LeafStatistics) -> Any:
+    """What every input is divided by, and its row of the weight multiplied with (SmoothQuant, Xiao et al. 2022):
+    max|x|**a / max|w|**(1 - a), a being the strength; 1 where that is no number."""
+    outputs = tuple(axis for axis in range(array.ndim) if axis not in (*use.stack, *use.axes))
+    largest = jnp.max(jnp.abs(array.astype(jnp.float32)), axis=outputs, keepdims=True)
+    factor = jnp.asarray(_along(use), jnp.float32) ** strength / largest ** (1 - strength)
+    return jnp.where((factor > 0) & (factor < jnp.inf), factor, 1)
 
 
 def rounding_inputs(made: Any, config: Any, statistics: LeafStatistics | None = None, factor: Any = None) -> Any:
@@ -73,16 +98,26 @@ def rounding_inputs(made: Any, config: Any, statistics: LeafStatistics | None = 
 
 def _static_scale(w: Any, config: Any, statistics: LeafStatistics | None, factor: Any) -> Any:
     """The largest input there was, of each matrix of a stack, and the code of the largest value go together."""
+    use = _use(w, config, statistics, "static=True")
+    largest: Any = _along(use).astype(np.float32)
+    if factor is not None:
+        largest = largest * jnp.abs(factor.astype(jnp.float32))
+    largest = largest.max(tuple(axis for axis in range(w.ndim) if axis not in use.stack), keepdims=True)
+    return jnp.maximum(jnp.asarray(largest / ACTIVATIONS[config.activations]), np.finfo(np.float32).tiny)
+
+
+def _use(w: Any, config: Any, statistics: LeafStatistics | None, option: str) -> LeafStatistics:
     if statistics is None:
-        raise ValueError(NO_STATISTICS)
+        raise ValueError(NO_STATISTICS.format(option=option))
     use = (None if config.axis is None else statistics.along(config.axis)) or statistics
     if tuple(use.shape) != tuple(w.shape):
         raise ValueError(f"these are statistics of an array of shape {use.shape}, and this one has {tuple(w.shape)}.")
+    return use
+
+
+def _along(use: LeafStatistics) -> np.ndarray:
+    """The largest magnitude of every input, with the axes of the weight; outputs have size 1."""
     order = (*use.stack, *use.axes)
     largest = np.asarray(use.absmax, np.float64).reshape([use.shape[axis] for axis in order])
     largest = largest.transpose(np.argsort(order))
-    largest = np.expand_dims(largest, [axis for axis in range(w.ndim) if axis not in order])
-    if factor is not None:
-        largest = largest * np.abs(np.asarray(factor, np.float64))
-    largest = largest.max(tuple(axis for axis in range(w.ndim) if axis not in use.stack), keepdims=True)
-    return jnp.asarray(np.maximum(largest / ACTIVATIONS[config.activations], np.finfo(np.float32).tiny), jnp.float32)
+    return np.expand_dims(largest, [axis for axis in range(len(use.shape)) if axis not in order])

@@ -24,9 +24,12 @@ class Chosen:
     method: str = "round"
     statistics: LeafStatistics | None = None
     note: str = ""
+    calibrated: bool = False
 
     def encode(self, w: Any, config: QuantizationConfig, decision: Decision) -> Any:
         plain, batch = dataclasses.replace(config, method=None), decision.role.batch
+        if self.calibrated and self.statistics is None:  # no product used it, so none asks for these
+            plain = dataclasses.replace(plain, static=False, smooth=None)
         if self.method == "round":
             return quantize_stack(w, plain, batch, self.statistics)
         made = encode(w, self.statistics, inputs.bare(plain), self.method, batch)
@@ -48,10 +51,15 @@ def choose(decisions: Sequence[Decision], calibration: Statistics | None, method
         config, path = decision.config, decision.leaf.path
         if config is None:
             continue
-        wanted = config.method or default
+        wanted = config.method or (default if config.smooth is None else method or "round")
+        if config.smooth is not None and wanted != "round":
+            raise ValueError(
+                f"smooth={config.smooth} for {path!r} goes with method='round', not with {wanted!r}: both say what "
+                "becomes of inputs. Leave one of them out."
+            )
         statistics = None if calibration is None else calibration.get(path)
         if isinstance(config, OwnFormat) or wanted == "round":
-            chosen[path] = Chosen(statistics=statistics)
+            chosen[path] = Chosen(statistics=statistics, calibrated=calibration is not None)
         elif calibration is None:
             if wanted != "scale":
                 raise ValueError(
@@ -60,7 +68,7 @@ def choose(decisions: Sequence[Decision], calibration: Statistics | None, method
                 )
             chosen[path] = Chosen("scale", None, "scale, no statistics")
         elif statistics is None:
-            chosen[path] = Chosen(note="rounded, no statistics")
+            chosen[path] = Chosen(note="rounded, no statistics", calibrated=True)
             missing += [path] if decision.role.kind != "embedding" else []  # which is looked up, not multiplied
         else:
             wanted = _for_tables(wanted) if decision.role.kind == "embedding" else wanted
