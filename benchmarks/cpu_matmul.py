@@ -46,7 +46,7 @@ LIMITS = {
 AXPY = 1.4
 BFLOAT16_LIMITS = {(fmt, 128): 0.6 for fmt in FORMATS}
 AVX2_LIMITS = {("nf4", 1): 0.45, ("nf4", 16): 1.0}
-# With int8 activations. Those of INT8 beyond M=4 are for AMX, but for M=128 on machines that have VNNI only.
+# With int8 activations; those of INT8 are for machines with AMX.
 BYTE_LIMITS = {
     (fmt, m): limit
     for fmt, limits in {
@@ -58,7 +58,7 @@ BYTE_LIMITS = {
     }.items()
     for m, limit in zip((1, 4, 16, 128, 512), limits, strict=False)
 }
-VNNI_LIMITS = {("int8", 128): 0.30}
+VNNI_LIMITS = {case: limit for case, limit in BYTE_LIMITS.items() if case[0] != "int8"} | {("int8", 128): 0.30}
 
 
 def product(fmt: str, form: str, cols: int, preference: str, activations: str | None) -> Any:
@@ -122,7 +122,7 @@ def limit_of(result: dict[str, Any], fmt: str) -> float | None:
     case = fmt, result["m"]
     if result.get("activations"):
         with_amx = (result.get("isa") or cpu.isa_name()) == "amx"
-        return (BYTE_LIMITS if with_amx else BYTE_LIMITS | VNNI_LIMITS).get(case)
+        return (BYTE_LIMITS if with_amx else VNNI_LIMITS).get(case)
     if result.get("isa") is not None:
         return AVX2_LIMITS.get(case) if (result["isa"], result["form"]) == ("avx2", "dot") else None
     if result["dtype"] == "bfloat16":

@@ -21,7 +21,10 @@ struct ByteEngine {
   static constexpr int strip = vectors * lanes;
   static constexpr int part_size = byte_depth / 4 * tile;  // of a panel
 
+  struct Session {};
+
   static int64_t packed_size(int64_t m, int64_t dwords) { return round_up(m, height) * dwords; }
+  static int64_t padded(int64_t dwords) { return dwords; }
   // Where dword d of row i of x is.
   static INLINE int64_t place(int64_t i, int64_t d, int64_t dwords) { return i / height * height * dwords + d * height + i % height; }
 
@@ -107,6 +110,7 @@ class ByteGemm {
     const Shared shared{p, w, x.in(base), off.in(base), factors.in(base), piece, dwords, rows};
     for_each(runtime, p.m, [&](int64_t i, int64_t worker) { pack(shared, i, row.in(base, worker)); });
     for_each(runtime, ceil_div(tiles, wide), [&](int64_t i, int64_t worker) {
+      [[maybe_unused]] const typename Engine::Session session{};
       const ByteGemm g{shared, i * wide * tile, min(p.n(), (i + 1) * wide * tile), sums.in(base, worker), panel.in(base, worker)};
       if constexpr (form == Form::dot) {
         g.dot(*stage.in(base, worker));
@@ -146,6 +150,7 @@ class ByteGemm {
     }
     for (int64_t d = 0; d < s.dwords; ++d)
       std::memcpy(s.x + Engine::place(i, d, s.dwords), sorted + d % fields * bytes + d / fields * 4, 4);
+    for (int64_t d = s.dwords; d < Engine::padded(s.dwords); ++d) s.x[Engine::place(i, d, s.dwords)] = 0;
     for (int64_t k0 = 0; k0 < k; k0 += s.piece) 
       s.off[k0 / s.piece * s.rows + i] = without_excess(W::excess, codes + k0, min(s.piece, k - k0));
   }

@@ -1,4 +1,7 @@
 // Products whose x is rounded to 8 bits. Compiled once per instruction set, like kernels.cpp.
+#if defined(__AMX_INT8__)
+#include "byte_engine_amx.h"
+#endif
 #include "byte_gemm.h"
 #include "byte_small_axpy.h"
 #include "byte_small_dot.h"
@@ -7,16 +10,25 @@
 namespace eformer::EFORMER_ISA {
 namespace {
 
+template <Format format, Form form, int parts = 1>
+void panels(const ByteProduct& p, Runtime& runtime) {
+#if defined(__AMX_INT8__)
+  // A tile has 64 contracted indices, which must share a scale.
+  if (!blocked(format) || p.d.block % 64 == 0) return ByteGemm<ByteTileEngine, format, form, parts>::run(p, runtime);
+#endif
+  ByteGemm<ByteEngine, format, form, parts>::run(p, runtime);
+}
+
 template <Format format, int parts = 1>
 void dot(const ByteProduct& p, Runtime& runtime) {
   using Small = ByteSmallDot<format, parts>;
   if (Small::takes(p)) return Small::run(p, runtime);
-  ByteGemm<ByteEngine, format, Form::dot, parts>::run(p, runtime);
+  panels<format, Form::dot, parts>(p, runtime);
 }
 
 void axpy(const ByteProduct& p, Runtime& runtime) {
   if (ByteSmallAxpy::takes(p)) return ByteSmallAxpy::run(p, runtime);
-  ByteGemm<ByteEngine, Format::int8, Form::axpy>::run(p, runtime);
+  panels<Format::int8, Form::axpy>(p, runtime);
 }
 
 void some_rows(const ByteProduct& p, Runtime& runtime) {

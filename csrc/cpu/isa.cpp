@@ -25,8 +25,8 @@ namespace {
 // The tiles are 8 KiB of registers per thread; Linux hands them out to processes that ask.
 bool amx_granted() {
   unsigned a, b, c, d;
-  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & amx_bf16) || !(d & amx_tile)) return false;
+  constexpr unsigned amx_bf16 = 1u << 22, amx_tile = 1u << 24, amx_int8 = 1u << 25, all = amx_bf16 | amx_tile | amx_int8;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & all) != all) return false;
   constexpr long request_permission = 0x1023, tile_data = 18;
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }

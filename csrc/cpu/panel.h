@@ -38,7 +38,7 @@ struct DotStage {
 // leaves that to the caller.
 template <Format format, int depth>
 inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t* next, DotStage<format, depth>& stage) {
-  constexpr int dwords = stage.dwords, bytes = dwords * 4;
+  constexpr int dwords = DotStage<format, depth>::dwords, bytes = dwords * 4;
   const int64_t first = k0 / per_byte(format);
   const uint8_t* from = w.codes + n0 * w.row_bytes + first;
   int64_t step = w.row_bytes;
