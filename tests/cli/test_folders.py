@@ -46,6 +46,32 @@ def test_a_folder_to_a_folder_to_text(source: Path, tmp_path: Path, capsys: pyte
     assert "top_p=2.0 is not allowed" in capsys.readouterr().err
 
 
+def test_a_folder_is_calibrated_on_a_text(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("abcd dcba " * 60)
+    argv = ["quantize", str(source), str(out), "--format", "int4", "--block-size", "16", "--min-size", "0"]
+    argv += ["--rule", "*embed*=none", "--rule", "*down_proj*=int8", "--json"]
+    assert main([*argv, "--method", "gptq"]) == 2
+    assert "give a text, --calibrate FILE" in capsys.readouterr().err
+    given = ["--calibrate", str(text)]
+    assert main([*argv[:2], str(tmp_path / "out.safetensors"), *argv[3:], *given]) == 2
+    assert "the source must be a folder" in capsys.readouterr().err
+    assert main([*argv, "--calibrate", str(tmp_path / "none.txt")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    losses = {}
+    for method in ("round", "gptq", "awq"):
+        assert main([*argv, *given, "--method", method, "--force"]) == 0
+        formats = json.loads(capsys.readouterr().out)["formats"]
+        names = ["int4", "int8"] if method != "awq" else ["int4, scaled inputs", "int8, scaled inputs"]
+        assert sorted(set(formats) - {"float32"}) == names
+        assert main(["evaluate", str(out), "--text", str(text), "--against", str(source), "--json"]) == 0
+        losses[method] = json.loads(capsys.readouterr().out)["divergence"]["value"]
+    assert 0 < losses["gptq"] < 0.8 * losses["round"]
+    assert main([*argv[:2], str(tmp_path / "more"), *argv[3:], "--method", "scale"]) == 0
+    told = json.loads((tmp_path / "more" / "config.json").read_text())["quantization_config"]["groups"]
+    assert {group["method"] for group in told} == {"scale"}
+
+
 def test_a_run_that_was_stopped_goes_on(source: Path, tmp_path: Path):
     out, seen = tmp_path / "out", []
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eformer._quantize.config import METHODS
 from eformer._quantize.leaves import GROUPS
 from eformer._quantize.own import imported
 from eformer._quantize.plan import MIN_SIZE, SKIP, Plan
@@ -19,6 +20,8 @@ from eformer.serialization import GgufFile, StreamReport
 from eformer.serialization.streaming.quantize_file import open_source, plan_source, write_quantized
 from eformer.serialization.streaming.quantize_folder import SHARD, check_folders, write_folder
 
+from ._calibrated import TOKENS, with_method, write_calibrated
+from ._calibrated import check as check_calibration
 from ._commands import OK, WrongUse, add_json, print_json, print_table
 from .inspect import check_exists
 
@@ -125,6 +128,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="split the result into files of this size, such as 2GB (default: one file; in a folder 5GB)",
     )
+    parser.add_argument("--method", choices=METHODS, help="how codes and scales are chosen (default: round, or gptq)")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="TEXT",
+        help="for folders: the model reads this file first, so that --method knows the inputs of every matrix",
+    )
+    parser.add_argument(
+        "--calibration-tokens", type=int, default=TOKENS, metavar="N", help=f"of the text (default: {TOKENS})"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_json(parser)
@@ -134,6 +147,7 @@ def run(options: argparse.Namespace) -> int:
     """Quantize the file or folder; rules without effect are named in warnings."""
     check_exists(options.source)
     to_folder = _check_target(options)
+    check_calibration(options, to_folder)
     source = open_source(options.source)
     try:
         planned = plan_source(source, **from_options(options))
@@ -144,6 +158,7 @@ def run(options: argparse.Namespace) -> int:
         ) from err
     except (TypeError, ValueError) as err:
         raise WrongUse(str(err)) from err
+    planned = planned if options.calibrate is not None else with_method(planned, options.method)
     if options.dry_run:
         found = described(planned)
         print_json(found) if options.json else show_plan(found)
@@ -151,7 +166,9 @@ def run(options: argparse.Namespace) -> int:
     size = options.max_shard_size or (SHARD if to_folder else None)
     with reporter(False if options.quiet else None, "quantizing") as tell:
         try:
-            if to_folder:
+            if options.calibrate is not None:
+                done = write_calibrated(options, planned, size, tell)
+            elif to_folder:
                 done = write_folder(source, planned, options.source, options.target, max_shard_size=size, progress=tell)
             else:
                 notes = tokenizer_notes(source.opened)

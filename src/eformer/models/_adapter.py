@@ -20,6 +20,7 @@ from eformer._core import ImplicitArray
 from eformer._lora.array import LoraArray
 from eformer._lora.dora import DoraArray
 from eformer._lora.parts import ADAPTERS, low_rank
+from eformer._quantize.leaves import open_tree
 from eformer.errors import CheckpointError
 from eformer.serialization import open_lazy, save
 from eformer.serialization.safetensors.writing import atomic_file
@@ -179,6 +180,18 @@ def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{at}{MATRICES[our.removesuffix('_bias')]}.bias", value
             else:
                 yield f"{at}{MATRICES[our]}.weight", _turned(value)
+
+
+def file_names(model: Model) -> dict[str, str]:
+    """For every leaf of a model from a folder, by its path, the name of its tensor; of experts that of the first."""
+    if model.folder is None:
+        raise ValueError("the model was not loaded from a folder, so the names of its tensors are not known.")
+    tree = open_tree(model.params)
+    numbered = tree.rebuild(np.full((*x.value.shape[:-2], 1, 1), i) for i, x in enumerate(tree.leaves))
+    names: dict[str, str] = {}
+    for name, number in _tensors(dataclasses.replace(model, params=numbered), read_json(model.folder / CONFIG)):
+        names.setdefault(tree.leaves[int(number.flat[0])].path, name)
+    return names
 
 
 def _turned(w: Any) -> Any:
