@@ -153,14 +153,15 @@ def test_a_pickle_that_runs_a_program_is_refused(tmp_path: Path):
         assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("case", ["llama 3", "gemma 2"])
-def test_peft_reads_the_adapter(case: str, tmp_path: Path):
+def test_peft_reads_the_adapter(case: str, dora: bool, tmp_path: Path):
     peft = pytest.importorskip("peft")
     reference = made(case, tmp_path / "base")
     model, key = models.load(tmp_path / "base"), jax.random.key(0)
-    params = ef.add_lora(model.params, {"layers/0/[qv]": 4, "layers/*/down": 2}, key=key, alpha=6)
+    params = ef.add_lora(model.params, {"layers/0/[qv]": 4, "layers/*/down": 2}, key=key, alpha=6, dora=dora)
     trainable, frozen = ef.split_trainable(params)
-    filled = {name: 0.2 * jax.random.normal(key, x.shape) for name, x in trainable.items()}
+    filled = {name: x + 0.2 * jax.random.normal(key, x.shape) for name, x in trainable.items()}
     trained = dataclasses.replace(model, params=ef.merge(filled, frozen))
     models.save_adapter(tmp_path / "adapter", trained)
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()
