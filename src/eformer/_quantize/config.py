@@ -180,7 +180,7 @@ def quantize(
         statistics: what calibration found of the inputs of this array.
 
     >>> quantize(jax.numpy.ones((64, 32)), dtype="int8", activations="int8")
-    ActivationArray(float32[64,32], int8 x int8, 9.00 bits per weight)
+    ActivationArray(float32[64,32], int8 x int8, 8.50 bits per weight)
     """
     options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
     options |= {"activations": activations, "backward": backward, "static": static, "smooth": smooth}

@@ -65,11 +65,14 @@ def bare(config: Any) -> Any:
 
 def quantized(array: Any, config: Any, statistics: LeafStatistics | None, encode: Callable[[Any, Any], Any]) -> Any:
     """`encode(array, config)` of the weight alone, then what becomes of its inputs."""
+    weight = bare(config)
+    if weight.axis is None and len(array.shape) > 1:
+        weight = dataclasses.replace(weight, axis=-2)  # what x @ w contracts, so that codes are added up without scales
     if config.smooth is None:
-        return rounding_inputs(encode(array, bare(config)), config, statistics)
+        return rounding_inputs(encode(array, weight), config, statistics)
     use = _use(array, config, statistics, f"smooth={config.smooth}")
     factor = _smoothing(array, config.smooth, use)
-    made = encode((array * factor).astype(array.dtype), bare(config))
+    made = encode((array * factor).astype(array.dtype), weight)
     return rounding_inputs(ScaledArray(made, 1 / factor, core=array.ndim - len(use.stack)), config, statistics)
 
 
