@@ -36,7 +36,13 @@ def random_storage(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> 
     return jnp.asarray(codes), jnp.asarray(rng.random(scales, dtype=np.float32))
 
 
-def interleaved(calls: dict[str, Call], rounds: int, *, at_most: float = float("inf")) -> dict[str, float]:
+def interleaved(
+    calls: dict[str, Call],
+    rounds: int,
+    *,
+    at_most: float = float("inf"),
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Median seconds of every call, all timed once per round, so that a busy machine slows all of them alike.
 
     The order changes from round to round: who always follows the same call finds the caches, and the sleeping threads,
@@ -50,9 +56,9 @@ def interleaved(calls: dict[str, Call], rounds: int, *, at_most: float = float("
         if done >= 3 and time.perf_counter() - begin > at_most:
             break
         for name, (function, operands) in order.sample(list(calls.items()), len(calls)):
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(function(*operands))
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

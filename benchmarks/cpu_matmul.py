@@ -14,6 +14,7 @@ import argparse
 import functools
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,13 @@ def product(fmt: str, form: str, cols: int, preference: str, activations: str | 
     return jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, **options))
 
 
-def forced(fmt: str, form: str, cols: int, isa: int, activations: str | None) -> Any:
-    """The kernel of one instruction set."""
+def forced(fmt: str, form: str, cols: int, isa: int, activations: str | None, threads: int | None) -> Any:
+    """The kernel of one instruction set, perhaps on one thread."""
 
     def run(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
         options: Any = {"fmt": fmt, "form": form, "cols": cols, "activations": activations}
         problem = product_problem(x, codes, scale, "cpu", **options)
-        return (cpu.byte_matmul if activations else cpu.qmatmul)(problem, x, codes, scale, isa=isa)
+        return (cpu.byte_matmul if activations else cpu.qmatmul)(problem, x, codes, scale, isa=isa, threads=threads)
 
     return jax.jit(run)
 
@@ -96,7 +97,9 @@ def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, d
         what, a = (fmt, form, cols), options.activations
         codes, scale = random_storage(rng, fmt, rows, cols)
         scale = scale.reshape(1, -1)[:, :cols] if a and form == "axpy" else scale  # one for every sum
-        native = product(*what, "native", a) if options.isa is None else forced(*what, options.isa, a)
+        one = 1 if options.processor_time else None
+        isa = -1 if options.isa is None and one else options.isa
+        native = product(*what, "native", a) if isa is None else forced(*what, isa, a, one)
         calls[f"{fmt} native"] = (native, (x.astype(dtype), codes, scale))
         if not options.no_tiled:
             calls[f"{fmt} tiled"] = (product(*what, "xla", a), (x.astype(dtype), codes, scale))
@@ -107,12 +110,16 @@ def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, d
 
 def measure(options: argparse.Namespace, size: str, m: int, form: str, dtype: str) -> dict[str, Any]:
     k, n = map(int, size.split("x"))
-    seconds = interleaved(candidates(options, k, n, m, form, dtype), options.rounds, at_most=options.seconds)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    calls = candidates(options, k, n, m, form, dtype)
+    seconds = interleaved(calls, options.rounds, at_most=options.seconds, clock=clock)
     dense = seconds["dense f32"]
     ratios = {name: value / dense for name, value in seconds.items()}
     facts = {"k": k, "n": n, "m": m, "form": form, "dtype": dtype, "isa": ISAS.get(options.isa)}
     if options.activations:
         facts["activations"] = options.activations
+    if options.processor_time:
+        facts["clock"] = "processor time, native kernels on one thread"
     return {**facts, "dense_ms": 1e3 * dense, "ratios": ratios}
 
 
@@ -230,6 +237,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--activations", choices=("int8",), help="round x; formats and forms with such kernels only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, default=10.0, help="stop the rounds of one table cell after these")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of one thread, where the machine does other things meanwhile"
+    )
     parser.add_argument("--no-decode", action="store_true", help="leave out the decode step")
     parser.add_argument("--no-tiled", action="store_true", help="leave out the tiled path")
     parser.add_argument("--no-bf16", action="store_true", help="leave out the dense bf16 product")
