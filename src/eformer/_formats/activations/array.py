@@ -43,7 +43,7 @@ class ActivationArray(ImplicitArray, frozen=True):
 
     >>> from eformer import quantize
     >>> quantize(jnp.ones((64, 32)), dtype="int8", activations="int8")
-    ActivationArray(float32[64,32], int8 x int8, 9.00 bits per weight)
+    ActivationArray(float32[64,32], int8 x int8, 8.50 bits per weight)
     """
 
     w: Any
