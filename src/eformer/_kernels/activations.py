@@ -11,6 +11,7 @@ summed up. Everything is float32 (float64 where x or the result is), and the res
 of int8 products are those of integers: exact, in int32 for up to 2**17 of them. A row of zeros gives zeros. A row with
 a NaN or an infinity in it gives a row of NaN and leaves the others alone. Where sx is below 2**-64, sx * sw might be no
 normal number, and the sum is multiplied with sx first. Values of x that are not normal count as zero or as they are.
+Plain JAX on a GPU divides less exactly: a code may be the other one of two that are nearly as near.
 
 Such a product is the product of `matmul` and `grouped` with one more parameter and one more operand, so that an
 implementation is a row of their tables (`rounds_x=True`) and gets
