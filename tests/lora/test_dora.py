@@ -172,3 +172,15 @@ def test_dropout_in_stacks_and_wrong_arguments(key):
         ef.lora_dropout({"kernel": jnp.ones((8, 8))}, key)
     with pytest.raises(ValueError, match=r"dropout=1\.0 is not allowed"):
         ef.add_lora({"kernel": jnp.ones((64, 64))}, "*", 4, key, dropout=1.0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_lengths_are_those_of_the_weight_where_inputs_are_rounded(key, kind):
+    base = ef.quantize_tree({"kernel": jax.random.normal(key, (96, 64))}, {"*": {"dtype": kind, "activations": "int8"}})
+    trained, frozen = ef.split_trainable(ef.add_lora(base, "*", rank=4, key=key, dora=True))
+    moved = {name: value + jax.random.normal(key, value.shape) for name, value in trained.items()}
+    q = ef.merge(moved, frozen)["kernel"]
+    w = np.asarray(base["kernel"].materialize(), np.float64)
+    v = w + q.v.scale * np.asarray(q.v.a, np.float64) @ np.asarray(q.v.b, np.float64)
+    expected = np.asarray(q.magnitude, np.float64) * v / np.linalg.norm(v, axis=0)
+    np.testing.assert_allclose(q.materialize(), expected, rtol=2e-5, atol=2e-6 * np.abs(expected).max())

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from eformer._formats.blocks import largest
 from eformer._jax import avals
 from eformer._kernels import group_tiles
 
@@ -31,7 +32,7 @@ def moments(x: Any, batch: Sequence[int], contracted: Sequence[int], diagonal_on
     kept = [axis for axis in range(x.ndim) if axis not in tokens]
     sort = [kept.index(axis) for axis in order]
     wide = x.astype(dtype)
-    found = {"absmax": lax.transpose(jnp.max(jnp.abs(wide), axis=tokens, initial=0), sort)}
+    found = {"absmax": lax.transpose(jnp.squeeze(largest(wide, tokens), tokens), sort)}
     if diagonal_only:
         found["diagonal"] = lax.transpose(jnp.sum(jnp.square(wide), axis=tokens), sort)
     else:

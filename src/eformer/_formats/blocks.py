@@ -119,12 +119,18 @@ def absmax_within(x: jax.Array, at: int) -> jax.Array:
 
 
 def absmax_along(x: jax.Array, axis: int) -> jax.Array:
-    """The largest magnitude along an axis of any length, kept with size 1, in the dtype of `x`. NaN wins."""
+    """The largest magnitude along an axis of any length, kept with size 1, in the dtype of `x`. NaN is infinite."""
     if avals.explicit_sharding_of(x) is not None:  # an axis whose type says how it is split cannot be cut further
-        return jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0)
+        return largest(x, axis)
     at = x.ndim + axis
     partial = joined([absmax_within(piece, at + 1) for piece in grouped(x, axis, _SHORT)], at)
-    return jnp.max(partial, axis=at, keepdims=True, initial=0)
+    return largest(partial, at)
+
+
+def largest(x: jax.Array, axis: Any) -> jax.Array:
+    """The largest magnitude along axes, kept with size 1. NaN counts as infinite: a maximum by XLA may leave it out."""
+    magnitude = jnp.abs(x)
+    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=axis, keepdims=True, initial=0)
 
 
 def sum_along(x: jax.Array, axis: int) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray, aux_field, default_handler, implicit, materialize, register
 from eformer._formats import sharding as _sharding
+from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import wide
 
@@ -89,7 +90,7 @@ class DoraArray(ImplicitArray, frozen=True):
         def product(x: Any, w: Any) -> Any:
             return lax.dot_general(x, lax.convert_element_type(w, dtype), numbers)
 
-        low = implicit(product)(factor, q.frozen())
+        low = implicit(product)(factor, _unrounded(q.frozen()))
         cross = jnp.einsum(low.astype(dtype), [*lead, r, *right], b, [*lead, r, *right], [*lead, *right])
         gram = jnp.einsum(a, [*lead, *left, r], a, [*lead, *left, s], [*lead, r, s])
         own = jnp.einsum(gram, [*lead, r, s], b, [*lead, r, *right], b, [*lead, s, *right], [*lead, *right])
@@ -134,6 +135,12 @@ def _inputs(v: LoraArray, columns: bool) -> tuple[int, ...]:
     """The axes of `v` that are summed over in a product."""
     batch = v.ndim - v.left - v.right
     return tuple(range(batch, batch + v.left)) if columns else tuple(range(batch + v.left, v.ndim))
+
+
+def _unrounded(w: Any) -> Any:
+    """The weight itself, where its products would round what it is multiplied with."""
+    rounds = lambda part: isinstance(part, ActivationArray)  # noqa: E731
+    return jax.tree.map(lambda part: part.w if rounds(part) else part, w, is_leaf=rounds)
 
 
 def output_shape(v: LoraArray, columns: bool) -> tuple[int, ...]:

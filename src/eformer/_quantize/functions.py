@@ -23,7 +23,7 @@ from jax import lax
 
 from eformer._core import ImplicitArray
 from eformer._formats import arguments as _arguments
-from eformer._formats.blocks import quotient
+from eformer._formats.blocks import largest, quotient
 from eformer._formats.floating import codec as floating
 from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.integer.array import ArrayInt
@@ -176,7 +176,8 @@ def _sizes(mode: str, group_size: int | None, bits: int | None) -> tuple[int, in
 def _affine(groups: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The end of the larger magnitude is a code exactly, and so is 0. Codes are computed before numbers are rounded."""
     high, low = groups.max(-1), groups.min(-1)
-    steps = jnp.where(high - high == 0, 2**bits - 1, jnp.nan).astype(jnp.float32)  # no constant XLA would invert
+    finite = largest(groups, -1)[..., 0] < jnp.inf
+    steps = jnp.where(finite, 2**bits - 1, jnp.nan).astype(jnp.float32)  # no constant XLA would invert
     below = jnp.abs(low) > jnp.abs(high)
     step = jnp.maximum((high - low) / steps, _SMALLEST)
     step, edge = jnp.where(below, step, -step), jnp.where(below, low, high)
@@ -191,7 +192,7 @@ def _affine(groups: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Arr
 def _small_floats(groups: jax.Array, mode: str) -> tuple[jax.Array, jax.Array]:
     """No value is cut off: the scale is the next power of two that suffices, or (nvfp4) rounded to nearest."""
     row = floating.KINDS[mode]
-    absmax = jnp.abs(groups).max(-1)
+    absmax = largest(groups, -1)[..., 0]
     wanted = absmax / jnp.where(absmax < jnp.inf, row.largest, jnp.nan).astype(jnp.float32)
     if mode == "nvfp4":
         scale = jnp.minimum(wanted, 448).astype(jnp.float8_e4m3fn)

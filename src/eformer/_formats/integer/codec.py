@@ -131,7 +131,7 @@ def _with_zero(blocks: jax.Array, at: int, bits: int, dtype: Any) -> tuple[jax.A
 def _ends(blocks: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     """The smallest and the largest value of every block, 0 at most and at least; NaN for both if any is not finite."""
     low, high = jnp.min(blocks, at, initial=0.0), jnp.max(blocks, at, initial=0.0)
-    finite = (low > -jnp.inf) & (high < jnp.inf)
+    finite = _blocks.absmax_within(blocks, at) < jnp.inf  # extremes by XLA may leave out NaN
     return jnp.where(finite, low, jnp.nan), jnp.where(finite, high, jnp.nan)
 
 

@@ -221,7 +221,7 @@ def _compress_centred(centred: jax.Array) -> tuple[jax.Array, jax.Array]:
     groups = math.ceil(size / GROUP)
     padding = [(0, 0)] * (centred.ndim - 1) + [(0, groups * GROUP - size)]
     blocks = jnp.pad(centred, padding).reshape(*centred.shape[:-1], groups, GROUP)
-    scale = jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
+    scale = _blocks.largest(blocks, -1)[..., 0]
     scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)
     scaled = blocks * (1.0 / jnp.where(scale == 0, 1.0, scale))[..., None]
     codes = jnp.searchsorted(_BOUNDS, scaled, side="left").astype(jnp.uint8)
