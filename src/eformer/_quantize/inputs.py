@@ -66,7 +66,7 @@ def bare(config: Any) -> Any:
 def quantized(array: Any, config: Any, statistics: LeafStatistics | None, encode: Callable[[Any, Any], Any]) -> Any:
     """`encode(array, config)` of the weight alone, then what becomes of its inputs."""
     weight = bare(config)
-    if weight.axis is None and len(array.shape) > 1:
+    if config.activations is not None and weight.axis is None and len(array.shape) > 1:
         weight = dataclasses.replace(weight, axis=-2)  # what x @ w contracts, so that codes are added up without scales
     if config.smooth is None:
         return rounding_inputs(encode(array, weight), config, statistics)

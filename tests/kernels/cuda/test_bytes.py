@@ -178,8 +178,8 @@ def test_products_of_arrays_reach_the_kernel() -> None:
     """Where the scale is one of results: x @ w, and a weight stored with its outputs first."""
     w, x = jnp.ones((256, 384), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
     products = (
-        (ef.quantize(w, dtype="int8", axis=0, activations="int8"), "mk,kn->mn", 1),
-        (ef.quantize(w.T, dtype="int8", activations="int8"), "mk,nk->mn", 0),
+        (ef.quantize(w, dtype="int8", activations="int8"), "mk,kn->mn", 1),
+        (ef.quantize(w.T, dtype="int8", axis=-1, activations="int8"), "mk,nk->mn", 0),
         (ef.quantize(w, dtype="fp8", activations="fp8"), "mk,kn->mn", 1),
     )
     for q, subscripts, axpy in products:
