@@ -44,8 +44,11 @@ def test_other_options_count_as_another_way(w, key):
     with pytest.raises(AlreadyQuantizedError, match=r"axis=-2.*axis=-1"):
         ef.quantize(q, dtype="nf4", block_size=32, axis=-1)
     assert ef.quantize(q, dtype="nf4", block_size=32, axis=0) is q
-    with pytest.raises(AlreadyQuantizedError, match=r"with dtype=int8, and activations=int8 is asked for"):
+    with pytest.raises(AlreadyQuantizedError, match=r"with dtype=int8, and activations=int8 is asked for") as caught:
         ef.quantize(ef.quantize(w, dtype="int8"), dtype="int8", activations="int8")
+    assert "eformer.ActivationArray(q, activations='int8')" in str(caught.value)
+    with pytest.raises(AlreadyQuantizedError, match=r"dequantize\(q\)"):
+        ef.quantize(q, dtype="nf4", activations="int8")  # blocks differ, too
     with pytest.raises(AlreadyQuantizedError, match="quantized already"):
         ef.implicit(lambda q: ef.quantize(q, dtype="int8"))(q)
     with pytest.raises(AlreadyQuantizedError, match="LoraArray"):
@@ -199,6 +202,97 @@ def test_a_report_against_another_tree(w):
     assert ef.report(q, {"up": {"kernel": w}}).leaves[0].relative_error is not None
 
 
+# -- calibration, budgets, judging -------------------------------------------------------------------------------------
+
+
+def forward(params, x):
+    return x @ params["w"]
+
+
+@pytest.fixture
+def stats(w) -> ef.Statistics:
+    return ef.calibrate(forward, {"w": w}, [jnp.ones((4, 128))])
+
+
+def test_one_batch_is_no_list_of_batches(w):
+    q = {"w": ef.quantize(w)}
+    for run in (ef.calibrate, lambda f, p, x: ef.distill(f, p, q, x, steps=1)):
+        with pytest.raises(TypeError, match=r"an array of shape \(4, 128\), which looks like one batch.*\[batch\]"):
+            run(forward, {"w": w}, jnp.ones((4, 128)))
+
+
+def test_what_is_no_statistics(w, stats):
+    with pytest.raises(TypeError, match=r"second argument is statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
+        ef.plan_bits({"w": w}, "4.7 bits")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"stats='s.safetensors'.*Statistics.load"):
+        ef.plan_bits({"w": w}, "s.safetensors", "4.7 bits")  # pyright: ignore[reportArgumentType]
+    for wrong in ([jnp.ones((4, 128))], "stats", {"w": w}):
+        with pytest.raises(TypeError, match=r"calibration.* is of type.*eformer.calibrate\(.*Statistics.load\(path\)"):
+            ef.quantize_tree({"w": w}, calibration=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Give those of the whole model"):
+        ef.quantize_tree({"w": w}, calibration=stats["w"])  # pyright: ignore[reportArgumentType]
+    how = {"dtype": "int8", "activations": "int8", "static": True}
+    with pytest.raises(TypeError, match=r"those of this array alone, stats\[path\].*paths look like 'w'"):
+        ef.quantize(w, **how, statistics=stats)  # pyright: ignore[reportArgumentType]
+    assert not w.is_deleted()
+
+
+def test_statistics_of_a_leaf_are_shown_in_one_line(stats):
+    assert repr(stats["w"]) == "LeafStatistics(shape (128, 64), axes (0,), whole moment, 4 tokens)"
+
+
+def test_a_plan_of_bits_is_taken_for_its_rules(w):
+    params = {"w": w, "v": w[:64]}
+    plan = ef.plan_bits(params, budget="6 bits", formats=("nf4", "int8"))
+    made = (ef.quantize_tree(params, rules, donate=False) for rules in (plan, plan.rules))
+    one, other = ({name: q.format for name, q in tree.items()} for tree in made)
+    assert one == other
+    assert "int8" in one.values()
+
+
+def test_texts_of_different_lengths():
+    with pytest.raises(ValueError, match=r"different lengths, from 2 to 3\..*one length"):
+        ef.evaluate(lambda p, t: p[t], jnp.zeros((4, 4)), [[1, 2, 3], [1, 2]])
+
+
+def test_freed_arrays_are_named(w):
+    params = {"w": w}
+    q = ef.quantize_tree(params)
+    x = jnp.ones((4, 128))
+    for run in (
+        lambda: ef.distill(forward, params, q, [x], steps=1),
+        lambda: ef.calibrate(forward, params, [x]),
+        lambda: ef.evaluate(lambda p, t: jax.nn.one_hot(t, 128) @ p["w"], q, [1, 2, 3], against=params),
+    ):
+        with pytest.raises(ValueError, match=r"\['w'\].* was freed before.*donate=False"):
+            run()
+
+
+# -- arrays around arrays ----------------------------------------------------------------------------------------------
+
+
+def test_activations_of_a_dense_array(w):
+    for wrong in (w, np.asarray(w)):
+        with pytest.raises(TypeError, match=r"w is a dense .*\(128, 64\).*quantize\(w, dtype=.*activations='int8'\)"):
+            ef.ActivationArray(wrong, activations="int8")
+    q = ef.quantize(w, dtype="int8")
+    assert ef.implicit(lambda q: ef.ActivationArray(q, activations="int8"))(q).format == "int8 x int8"
+
+
+def test_a_number_is_no_shape_of_a_cache():
+    with pytest.raises(TypeError, match=r"shape=5 is not a shape; give a tuple of sizes"):
+        ef.QuantizedCache.zeros(5)  # pyright: ignore[reportArgumentType]
+
+
+def test_dropout_is_for_one_step(w, key, tmp_path):
+    params = ef.add_lora({"w": w}, "*", 4, key, dropout=0.5)
+    with pytest.raises(TypeError, match=r"key is of type dict.*lora_dropout\(params, key\)"):
+        ef.lora_dropout(key, params)  # pyright: ignore[reportArgumentType]
+    for step in (ef.lora_dropout(params, key), ef.lora_dropout(params, jax.random.PRNGKey(0))):
+        with pytest.raises(CheckpointError, match="Save the model that lora_dropout was given"):
+            ef.save(tmp_path / "model.safetensors", step)
+
+
 def test_dir_lists_what_is_for_users():
     shown = [name for name in dir(ef) if not name.startswith("__")]
     assert set(shown) == set(ef._HOMES)  # pyright: ignore[reportPrivateUsage]
@@ -223,6 +317,22 @@ def test_the_command_line_speaks_its_own_language(w, tmp_path, capsys):
     assert "with dtype=int8" in said
     assert "--rule 'a/kernel=none'" in said
     assert "dequantize_tree" not in said
+
+
+def test_windows_and_activations_on_the_command_line(w, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("a text")
+    evaluate = ["evaluate", "no_such_model", "--text", str(text)]
+    assert main([*evaluate, "--window", "64", "--stride", "100"]) == 2
+    assert "--stride 100 must be from 1 to 64" in capsys.readouterr().err
+    assert main([*evaluate, "--window", "0"]) == 2
+    assert "--window 0" in capsys.readouterr().err
+    file = ef.save(tmp_path / "q.safetensors", {"w": w})
+    with pytest.raises(SystemExit, match="2"):
+        main(["quantize", str(file), str(tmp_path / "r.safetensors"), "--activations", "int4"])
+    said = capsys.readouterr().err
+    assert "int8" in said
+    assert "None" not in said
 
 
 def test_a_journal_that_cannot_be_begun_lets_go_of_its_lock(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from eformer._core import materialize
 from eformer._quantize.config import QuantizationConfig, quantize_stack
 from eformer._quantize.leaves import nbytes_of, open_tree
 from eformer._quantize.plan import MIN_SIZE, SKIP, Choice, Decision, plan
-from eformer._quantize.statistics import LeafStatistics
+from eformer._quantize.statistics import LeafStatistics, check_statistics
 from eformer.errors import CalibrationWarning
 
 from .bit_rules import bytes_of, fraction, kind_of, named, readable, short
@@ -123,6 +123,9 @@ def plan_bits(
     >>> plan_bits(params, budget="6.5 bits", formats=("nf4", "int8")).rules
     {'a/kernel': 'nf4', 'b/kernel': 'int8'}
     """
+    looks_like_budget = isinstance(stats, (str, int, float)) and budget is None and target is None
+    meant = f"The second argument is statistics; a budget is named: plan_bits(params, budget={stats!r})."
+    check_statistics(stats, "stats", meant if looks_like_budget else "")
     if (budget is None) == (target is None):
         raise ValueError("give a budget or a target, one of them.")
     if evaluate is None and (target is not None or sensitivity):

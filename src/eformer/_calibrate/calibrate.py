@@ -18,7 +18,7 @@ from eformer._formats.arguments import FLOATS
 from eformer._quantize.leaves import Tree, open_tree
 from eformer._quantize.plan import Rules
 from eformer._quantize.statistics import Statistics
-from eformer._quantize.tree import Progress, Reporter, reporter
+from eformer._quantize.tree import Progress, Reporter, check_alive, reporter
 from eformer.errors import CalibrationError
 
 from .accumulate import Accumulator
@@ -62,8 +62,8 @@ def calibrate(
     array([[10., 14.],
            [14., 20.]])
     """
-    if isinstance(batches, Mapping):
-        raise TypeError("batches is a mapping, which looks like one batch; give a list of batches: [batch].")
+    check_batches(batches)
+    check_alive(params, "params")
     tree = open_tree(params)
     model = Model(forward, tree, _observed(tree, rules), diagonal_only)
     sums = Accumulator(tree, None if directory is None else _empty(directory))
@@ -79,6 +79,13 @@ def calibrate(
         raise CalibrationError("there are no batches: give at least one (is an iterator used up?).")
     model.warn(sums.seen)
     return sums.statistics(model.observed, model.first)
+
+
+def check_batches(batches: Any) -> None:
+    """Raise if this is one batch: going through an array gives its rows."""
+    if isinstance(batches, Mapping) or hasattr(batches, "shape"):
+        what = "a mapping" if isinstance(batches, Mapping) else f"an array of shape {tuple(batches.shape)}"
+        raise TypeError(f"batches is {what}, which looks like one batch; give a list of batches: [batch].")
 
 
 def _observed(tree: Tree, rules: Any) -> dict[int, str]:

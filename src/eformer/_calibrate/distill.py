@@ -16,8 +16,10 @@ from eformer._core import implicit
 from eformer._formats.base import QuantizedArray
 from eformer._lora.array import LoraArray
 from eformer._quantize.leaves import Tree, open_tree, roles_of
+from eformer._quantize.tree import check_alive
 from eformer.errors import CalibrationWarning
 
+from .calibrate import check_batches
 from .trained_scales import changed, first_changes, obstacle, pieces, settled
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -68,6 +70,9 @@ def distill(
         raise ValueError(f"steps={steps!r} is not allowed; give a number of batches to train on, 1 or more.")
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         raise ValueError(f"learning_rate={learning_rate!r} is not allowed; give a positive number, such as 1e-3.")
+    check_batches(batches)
+    check_alive(dense, "dense")
+    check_alive(packed, "packed")
     tree = open_tree(packed)
     model = _Model(tree, norms)
     values = [leaf.value for leaf in tree.leaves]

@@ -21,6 +21,7 @@ import numpy as np
 
 from eformer import _table
 from eformer._core import implicit
+from eformer._quantize.tree import check_alive
 
 from .estimates import Estimate, exponential, mean_of
 
@@ -112,6 +113,8 @@ def evaluate(
     ('10.00', 7)
     """
     texts = _checked_tokens(tokens)
+    check_alive(params, "params")
+    check_alive(against, "against")
     window, stride = _checked_windows(window, stride, texts.shape[1])
     reference = _reference(forward, against)
     run = _program(forward)
@@ -177,7 +180,16 @@ def _reference(forward: Any, against: Any) -> Callable[[Any], Any] | None:
 
 
 def _checked_tokens(tokens: Any) -> np.ndarray:
-    texts = np.asarray(tokens)
+    try:
+        texts = np.asarray(tokens)
+    except ValueError as err:
+        lengths = sorted({len(text) if hasattr(text, "__len__") else 1 for text in tokens})
+        if len(lengths) < 2:
+            raise
+        raise ValueError(
+            f"tokens are texts of different lengths, from {lengths[0]} to {lengths[-1]}. Give texts of one length: cut "
+            "them, join them to one text, or call evaluate for each."
+        ) from err
     if not np.issubdtype(texts.dtype, np.integer):
         raise TypeError(f"tokens are integers, got {texts.dtype}{list(texts.shape)}; encode the text first.")
     if texts.ndim not in (1, 2) or texts.shape[-1] < 2 or not texts.size:

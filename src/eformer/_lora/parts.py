@@ -72,6 +72,11 @@ def lora_dropout(params: Any, key: jax.Array) -> Any:
         params: any pytree, or a Flax NNX module, with adapters that `add_lora(..., dropout=...)` made.
         key: of `jax.random`; every adapter, and every matrix of a stack, drops other values.
     """
+    if not _is_key(key):
+        raise TypeError(
+            f"key is of type {type(key).__name__}, but must be a key of jax.random, after the model: "
+            "lora_dropout(params, key)."
+        )
     tree = open_tree(params)
     made: dict[int, Any] = {}
     for leaf in tree.leaves:
@@ -82,6 +87,11 @@ def lora_dropout(params: Any, key: jax.Array) -> Any:
         message = "lora_dropout: no adapter of this model has dropout; add_lora(..., dropout=0.05) gives it"
         warnings.warn(message, UnusedRuleWarning, stacklevel=2)
     return tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in tree.leaves)
+
+
+def _is_key(key: Any) -> bool:
+    """Of the new kind, or of the old one, an array of uint32."""
+    return hasattr(key, "dtype") and (key.dtype == jnp.uint32 or jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
 
 
 def _dropping(q: Any, key: jax.Array) -> Any:

@@ -17,7 +17,7 @@ from eformer._formats.scaled.array import ScaledArray
 from eformer._kernels.formats import one_of
 from eformer._kernels.parameters import ACTIVATIONS
 
-from .statistics import LeafStatistics
+from .statistics import LeafStatistics, Statistics
 
 FIELDS = ("activations", "backward", "static", "smooth")
 NO_STATISTICS = (
@@ -112,6 +112,12 @@ def _static_scale(w: Any, config: Any, statistics: LeafStatistics | None, factor
 def _use(w: Any, config: Any, statistics: LeafStatistics | None, option: str) -> LeafStatistics:
     if statistics is None:
         raise ValueError(NO_STATISTICS.format(option=option))
+    if not isinstance(statistics, LeafStatistics):
+        paths = ", ".join(map(repr, list(statistics)[:3])) if isinstance(statistics, Statistics) else "'path'"
+        raise TypeError(
+            f"statistics is of type {type(statistics).__name__}; give those of this array alone, "
+            f"stats[path] of what eformer.calibrate returned; paths look like {paths}."
+        )
     use = (None if config.axis is None else statistics.along(config.axis)) or statistics
     if tuple(use.shape) != tuple(w.shape):
         raise ValueError(f"these are statistics of an array of shape {use.shape}, and this one has {tuple(w.shape)}.")

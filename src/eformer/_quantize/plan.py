@@ -205,6 +205,7 @@ def plan(
 
     Only shapes and dtypes are looked at. Arguments are those of `quantize_tree`; `axis` is for rules that name none.
     """
+    rules = getattr(rules, "rules", rules)  # those of a BitPlan
     asked = default != "nf4"  # by name, and not because nothing else was said
     if isinstance(rules, (str, QuantizationConfig)) or callable(rules):  # one choice for everything
         rules, default, asked = None, rules, True

@@ -75,7 +75,7 @@ class LeafStatistics:
     @property
     def tokens(self) -> int:
         """Tokens that every matrix of the leaf has seen: the smallest count."""
-        return int(np.min(self.count, initial=np.inf)) if np.size(self.count) else 0
+        return int(np.min(self.count)) if np.size(self.count) else 0
 
     @property
     def uses(self) -> list[LeafStatistics]:
@@ -91,6 +91,12 @@ class LeafStatistics:
     @property
     def nbytes(self) -> int:
         return sum(getattr(use, part).nbytes for use in self.uses for part in PARTS if getattr(use, part) is not None)
+
+    def __repr__(self) -> str:
+        kind = "diagonal only" if self.moment is None else "whole moment"
+        stack = f", stack {self.stack}" if self.stack else ""
+        more = f", {len(self.others)} more use{'s' * (len(self.others) > 1)}" if self.others else ""
+        return f"LeafStatistics(shape {self.shape}, axes {self.axes}{stack}, {kind}, {self.tokens:,} tokens{more})"
 
     def __add__(self, other: LeafStatistics) -> LeafStatistics:
         if self.shape != other.shape:
@@ -206,6 +212,21 @@ class Statistics(Mapping[str, LeafStatistics]):
             for name, use in _read(file):
                 found.setdefault(name, []).append(use)
         return cls({name: of_uses(added(uses)) for name, uses in found.items()})
+
+
+def check_statistics(given: Any, name: str, fix: str = "") -> None:
+    """Raise unless this is what `calibrate` returns, or None."""
+    known = isinstance(given, Mapping) and all(isinstance(leaf, LeafStatistics) for leaf in given.values())
+    if given is None or known:
+        return
+    if not fix:
+        one = isinstance(given, LeafStatistics)
+        fix = (
+            "Give those of the whole model" if one else "Give what eformer.calibrate(forward, params, batches) returns"
+        )
+        fix += ", or a file of them, eformer.Statistics.load(path)."
+    shown = f"={given!r:.60}" if isinstance(given, (str, int, float)) else ""
+    raise TypeError(f"{name}{shown} is of type {type(given).__name__}, not the Statistics of a model. {fix}")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

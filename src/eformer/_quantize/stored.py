@@ -13,7 +13,7 @@ from eformer._core.trace import ImplicitTracer
 from eformer._formats.base import QuantizedArray
 from eformer.errors import AlreadyQuantizedError
 
-from .inputs import FIELDS
+from .inputs import FIELDS, bare
 
 Config = Any  # a QuantizationConfig, whose module stands above this one
 
@@ -38,8 +38,17 @@ def unchanged(array: Any, found: Config, config: Config) -> Any:
     if found is None or not agree(found, config, held.shape):
         there, asked = (repr(held), str(config.dtype)) if found is None else differences(found, config)
         fix = "take the dense values first, quantize(dequantize(q), ...)."
-        raise AlreadyQuantizedError(f"a {type(held).__name__} of shape {held.shape}", there, asked, fix)
+        if found is not None and _only_rounds_inputs(found, config) and agree(found, bare(config), held.shape):
+            backward = "" if config.backward is None else f", backward={config.backward!r}"
+            made = f"eformer.ActivationArray(q, activations={config.activations!r}{backward})"
+            fix = f"{made} keeps its codes and rounds the inputs of its products."
+        raise AlreadyQuantizedError(f"this {type(held).__name__} of shape {held.shape}", there, asked, fix)
     return materialize(array) if config.simulate else array
+
+
+def _only_rounds_inputs(found: Config, config: Config) -> bool:
+    """Does `config` ask for rounded inputs, which `found` has not, and for nothing that needs statistics?"""
+    return found.activations is None and config.activations is not None and not config.static and config.smooth is None
 
 
 def agree(found: Config, wanted: Config, shape: Sequence[int]) -> bool:

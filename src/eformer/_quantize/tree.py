@@ -23,7 +23,7 @@ from .inputs import bare
 from .leaves import nbytes_of, open_tree
 from .methods import Chosen, choose
 from .plan import MIN_SIZE, SKIP, Choice, Decision, Plan, plan
-from .statistics import Statistics
+from .statistics import Statistics, check_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def quantize_tree(
         rules: ordered `pattern -> format`, the first match decides: a mapping or pairs. A pattern is a glob over paths
             such as "layers/0/mlp/kernel", or a regular expression after "re:". A format is a name, a
             `QuantizationConfig`, a mapping of their options, or None to keep the leaf. One format alone replaces
-            `default`. Rules without effect are named in a warning.
+            `default`. What `plan_bits` returned will do as well. Rules without effect are named in a warning.
         default: for leaves that no rule matches; None keeps them.
         min_size: matrices with fewer values stay as they are, whatever rules say.
         skip: groups that stay as they are, whatever rules say: any of norms, biases, routers, positions, constants
@@ -116,6 +116,7 @@ def quantize_tree(
     >>> quantize_tree(params)["dense"]["kernel"]
     ArrayNF4(float32[64,64], nf4, 4.50 bits per weight)
     """
+    check_statistics(calibration, "calibration")
     tree = open_tree(params)
     planned = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
     planned.warn()
@@ -179,13 +180,23 @@ def dequantize_tree(params: Any, dtype: Any = None) -> Any:
 def _alive(decisions: Sequence[Decision]) -> list[jax.Array]:
     """The JAX arrays to quantize; raises if one of them has been freed."""
     found = {d.leaf.path: d.leaf.value for d in decisions if d.config is not None and traces.is_concrete(d.leaf.value)}
-    lost = [path for path, value in found.items() if value.is_deleted()]
+    _check_alive(found)
+    return list(found.values())
+
+
+def check_alive(params: Any, name: str) -> None:
+    """Raise if an array of `params` has been freed."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    _check_alive({name + jax.tree_util.keystr(path): x for path, x in leaves if traces.is_concrete(x)})
+
+
+def _check_alive(arrays: Mapping[str, jax.Array]) -> None:
+    lost = [path for path, value in arrays.items() if value.is_deleted()]
     if lost:
         raise ValueError(
             f"{lost[0]!r} was freed before (is_deleted() is true), as quantize_tree and jit free what is donated to "
             "them. Use what they returned, or pass donate=False to the first quantize_tree."
         )
-    return list(found.values())
 
 
 def _kept(decisions: Sequence[Decision]) -> set[Any]:

@@ -39,6 +39,11 @@ def run(options: argparse.Namespace) -> int:
     """Read the text with one model, or with two, and print the measures."""
     if options.tokens is not None and options.tokens < 2:
         raise WrongUse(f"--tokens {options.tokens} must be 2 or more: the first one is not predicted.")
+    window = WINDOW if options.window is None else options.window
+    if window < 1:
+        raise WrongUse(f"--window {window} must be 1 or more.")
+    if options.stride is not None and not 1 <= options.stride <= window:
+        raise WrongUse(f"--stride {options.stride} must be from 1 to {window}, the window, or tokens are left out.")
     text = sys.stdin.read() if options.text == "-" else Path(options.text).read_text("utf-8", "replace")
     model = loaded(options.model, options)
     tokens = model.tokenizer.encode(text)[: options.tokens]

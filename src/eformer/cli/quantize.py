@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eformer._kernels.parameters import ACTIVATIONS
 from eformer._quantize.config import METHODS
 from eformer._quantize.leaves import GROUPS
 from eformer._quantize.own import imported
@@ -100,12 +101,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", default="nf4", help=f"for matrices no rule matches: {names}, or none (default: nf4)"
     )
     parser.add_argument("--double-quant", action="store_true", help="for --format nf4: quantize the scales too")
-    parser.add_argument("--block-size", type=int, help="for nf4 and integers: values that share a scale (default: 64)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        help="for nf4 and int2 to int6: values that share a scale (default: 64); int8 and fp8 have blocks only with it "
+        "(fp8: 128, for 128 x 128)",
+    )
     parser.add_argument("--asymmetric", action="store_true", help="for integers: a zero point for every block")
     parser.add_argument(
         "--activations",
-        metavar="FORMAT",
-        help="int8 or fp8: products round their inputs to that, too, and multiply codes with codes",
+        choices=tuple(ACTIVATIONS),
+        help="products round their inputs to that, too, and multiply codes with codes",
     )
     parser.add_argument(
         "--rule",

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray, aux_field, implicit
 from eformer._core.materialization import default_handler
+from eformer._core.trace import ImplicitTracer
 from eformer._kernels.formats import FORMATS, one_of
 from eformer._kernels.parameters import ACTIVATIONS
 
@@ -57,6 +58,13 @@ class ActivationArray(ImplicitArray, frozen=True):
     def __post_init__(self) -> None:
         one_of("activations", self.activations, ACTIVATIONS)
         one_of("backward", self.backward, (None, *ACTIVATIONS))
+        if isinstance(self.w, ImplicitTracer):  # inside of `implicit`
+            object.__setattr__(self, "w", self.w.value)
+        if is_storage(self.w) and not isinstance(self.w, ImplicitArray):
+            raise TypeError(
+                f"w is a dense {type(self.w).__name__} of shape {tuple(self.w.shape)}, but must be a quantized array: "
+                f'quantize(w, dtype="int8", activations={self.activations!r}) does both.'
+            )
         if isinstance(self.w, QuantizedArray):
             allowed = takes(self.w.kernel_format)
             if self.activations not in allowed:

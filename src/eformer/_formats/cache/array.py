@@ -27,7 +27,7 @@ class QuantizedCache(ArrayInt):
 
     `cache.at[...].set(x)`, `lax.dynamic_update_slice` and `lax.scatter` quantize the rows they write and leave all
     others as they are, bit for bit. A row is written as a whole. Reading is that of any quantized array: products use
-    the codes, slices of whole rows are caches, single rows are dense.
+    the codes, and what a static index cuts out is a cache. Rows that arrays of indices pick one by one are dense.
 
     INT8 has one scale per row (per token and head), INT4 one for each group of `block_size` values of a row. NaN or an
     infinity in a row makes what shares its scale NaN.
@@ -85,6 +85,8 @@ class QuantizedCache(ArrayInt):
             scale_dtype: how scales are stored; by default float32 (INT8) or bfloat16 (INT4).
             sharding: how the cache is split over devices. A row stays on one device.
         """
+        if not isinstance(shape, Sequence):
+            raise TypeError(f"{shape=} is not a shape; give a tuple of sizes, such as (batch, heads, positions, size).")
         shape = tuple(_arguments.as_index(n, "a size of shape") for n in shape)
         if not shape or min(shape) < 0:
             raise ValueError(f"shape={shape} is not allowed: a cache has rows, so one axis at least, of sizes from 0.")

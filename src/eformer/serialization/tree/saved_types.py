@@ -28,6 +28,7 @@ from eformer._formats.permuted.array import PermutedArray
 from eformer._formats.scaled.array import ScaledArray
 from eformer._lora.array import LoraArray
 from eformer._lora.dora import DoraArray
+from eformer._lora.parts import DroppingLora
 from eformer.errors import CheckpointError
 
 Pack = Callable[[Any], tuple[Mapping[str, Any], Mapping[str, Any]]]
@@ -95,6 +96,11 @@ def _origin(cls: type) -> tuple[str, str]:
 def type_of(array: ImplicitArray) -> SavedType:
     """How an instance is saved, or an error that says what to register."""
     saved = _by_class.get(type(array))
+    if isinstance(array, DroppingLora):
+        raise CheckpointError(
+            "what lora_dropout returned is for one step of training, and cannot be saved.",
+            fix="Save the model that lora_dropout was given.",
+        )
     if saved is None:
         name = type(array).__name__
         raise CheckpointError(
