@@ -222,8 +222,9 @@ def test_one_batch_is_no_list_of_batches(w):
 
 
 def test_what_is_no_statistics(w, stats):
-    with pytest.raises(TypeError, match=r"second argument is statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
-        ef.plan_bits({"w": w}, "4.7 bits")  # pyright: ignore[reportArgumentType]
+    for budget in ("4.7 bits", 4.7):
+        with pytest.raises(TypeError, match=r"second argument is statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
+            ef.plan_bits({"w": w}, budget)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"stats='s.safetensors'.*Statistics.load"):
         ef.plan_bits({"w": w}, "s.safetensors", "4.7 bits")  # pyright: ignore[reportArgumentType]
     for wrong in ([jnp.ones((4, 128))], "stats", {"w": w}):

@@ -124,7 +124,8 @@ def plan_bits(
     {'a/kernel': 'nf4', 'b/kernel': 'int8'}
     """
     looks_like_budget = isinstance(stats, (str, int, float)) and budget is None and target is None
-    meant = f"The second argument is statistics; a budget is named: plan_bits(params, budget={stats!r})."
+    named_so = f"{stats} bits" if isinstance(stats, float) else stats
+    meant = f"The second argument is statistics; a budget is named: plan_bits(params, budget={named_so!r})."
     check_statistics(stats, "stats", meant if looks_like_budget else "")
     if (budget is None) == (target is None):
         raise ValueError("give a budget or a target, one of them.")
