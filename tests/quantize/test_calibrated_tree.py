@@ -102,8 +102,23 @@ def test_few_tokens_are_told(calibrated: Any) -> None:
     params, _, tokens = calibrated
     used = {name: params[name] for name in ("embed", "up", "layers")}
     stats = ef.calibrate(forward, used, [tokens[:1, :40]])
-    with pytest.warns(CalibrationWarning, match=r"2 leaves .* fewer tokens than channels \(40 and 96 of the first\)"):
+    with pytest.warns(
+        CalibrationWarning, match=r"2 leaves .* fewer tokens than channels \(40 and 96 of the first\): corr"
+    ):
         ef.quantize_tree(used, donate=False, calibration=stats, method="gptq")
+
+
+def test_diagonals_alone_mean_scale(calibrated: Any) -> None:
+    params, _, tokens = calibrated
+    used = {name: params[name] for name in ("embed", "up", "layers")}
+    stats = ef.calibrate(forward, used, [tokens], diagonal_only=True)
+    made = ef.quantize_tree(used, {"layers*": {"method": "awq"}}, donate=False, calibration=stats)
+    told = {leaf.path: leaf.method for leaf in ef.report(made).leaves}
+    assert told["up/kernel"] == "scale"
+    assert told["layers/kernel"] == "awq"
+    for asked in ({"method": "gptq"}, {"rules": {"up*": {"method": "gptq"}}}):
+        with pytest.raises(CalibrationError, match="method='gptq' needs whole second moments"):
+            ef.quantize_tree(used, donate=False, calibration=stats, **asked)
 
 
 def test_methods_that_need_statistics_say_so(calibrated: Any) -> None:

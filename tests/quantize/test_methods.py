@@ -104,9 +104,23 @@ def twin_scale(w: np.ndarray, diagonal: np.ndarray, block: int) -> np.ndarray:
     return scales
 
 
-def twin_gptq(w: np.ndarray, moment: np.ndarray, scales: np.ndarray, block: int) -> np.ndarray:
+def twin_shrunk(moment: np.ndarray, tokens: int) -> np.ndarray:
+    """Correlations made smaller, by the share of their squares that is chance."""
+    active = np.flatnonzero(np.diag(moment) > 0)
+    k, chance, found = len(active), 0.0, 0.0
+    for i in active:
+        for j in active[active != i]:
+            square = moment[i, j] ** 2 / (moment[i, i] * moment[j, j])
+            chance += (1 - square) ** 2 * (tokens + 2) / (tokens**2 - 1)
+            found += square
+    share = min(1.0, max(chance / found, (k / (k + tokens)) ** 2))
+    return (1 - share) * moment + share * np.diag(np.diag(moment))
+
+
+def twin_gptq(w: np.ndarray, moment: np.ndarray, tokens: int, scales: np.ndarray, block: int) -> np.ndarray:
     """Rows in the order of their inputs; each error goes to the rows that are left, by the inverse of what is left."""
     w, k = w.copy(), len(w)
+    moment = twin_shrunk(moment, tokens)
     damped = moment + gptq.DAMPING * np.mean(np.diag(moment)) * np.eye(k)
     left = list(np.argsort(-np.diag(moment), kind="stable"))
     made = np.zeros_like(w)
@@ -127,8 +141,20 @@ def test_scale_and_gptq_agree_with_numpy() -> None:
     np.testing.assert_allclose(np.asarray(found.absmax).T, scales, rtol=1e-5)
     np.testing.assert_allclose(found.materialize(), nearest(assumed, np.repeat(scales, 16, axis=0)), rtol=1e-5)
     assert stats.moment is not None
-    propagated = encode(w, stats, config, "gptq")
-    np.testing.assert_allclose(propagated.materialize(), twin_gptq(assumed, stats.moment, scales, 16), rtol=1e-4)
+    propagated = encode(w, stats, config, "gptq").materialize()
+    np.testing.assert_allclose(propagated, twin_gptq(assumed, stats.moment, stats.tokens, scales, 16), rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [2, 9, 40, 4000])
+def test_shrinking_agrees_with_numpy(tokens: int) -> None:
+    x = random_inputs(10, 24, tokens)
+    x[:, 5] = 0
+    moment = x.T @ x
+    found = gptq.shrunk(jnp.asarray(moment, jnp.float32), jnp.asarray(tokens, jnp.float32))
+    np.testing.assert_allclose(found, twin_shrunk(moment, tokens), rtol=2e-4, atol=1e-5 * np.abs(moment).max())
+    for few in (0, 1):
+        alone = gptq.shrunk(jnp.asarray(moment, jnp.float32), jnp.asarray(few, jnp.float32))
+        np.testing.assert_array_equal(alone, np.diag(np.diag(moment).astype(np.float32)))
 
 
 def test_awq_agrees_with_numpy() -> None:
@@ -218,6 +244,44 @@ def test_other_layouts_are_the_same_matrix() -> None:
 
 
 # -- inputs that say little --------------------------------------------------------------------------------------------
+
+
+CHANNELS = 64
+KINDS = ("uncorrelated", "neighbours", "factors", "relu")
+
+
+def drawn(kind: str, rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """Inputs (tokens, CHANNELS) of a kind."""
+    x, places = rng.normal(size=(tokens, CHANNELS)), np.arange(CHANNELS)
+    if kind == "neighbours":
+        return x @ np.linalg.cholesky(0.9 ** np.abs(places[:, None] - places)).T
+    if kind == "factors":
+        return x + rng.normal(size=(tokens, 4)) @ np.random.default_rng(11).normal(size=(4, CHANNELS))
+    return np.maximum(x, 0) if kind == "relu" else x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens_make_nothing_worse_on_fresh_inputs(kind: str) -> None:
+    """A stack whose matrices have seen fewer tokens or more: each is better than rounded, or nearly as good."""
+    rng = np.random.default_rng(12)
+    counts = [16, 64, 80, 128, 192, 1024]
+    w = jnp.asarray(rng.normal(size=(len(counts), CHANNELS, 48)), jnp.float32)
+    parts = [statistics((CHANNELS, 48), (0,), (), drawn(kind, rng, tokens)) for tokens in counts]
+    numbers = {part: np.stack([getattr(p, part) for p in parts]) for part in ("moment", "diagonal", "absmax", "count")}
+    stats = LeafStatistics(w.shape, (1,), (0,), **numbers)
+    fresh = drawn(kind, rng, 20000)
+    moment = fresh.T @ fresh
+
+    def errors(method: str) -> np.ndarray:
+        off = np.asarray(encode(w, stats, QuantizationConfig("int4", 32, axis=-2), method).materialize() - w, float)
+        return np.sqrt(np.einsum("skn,kj,sjn->s", off, moment, off, optimize=True))
+
+    rounded, scaled, propagated = (errors(method) for method in ("round", "scale", "gptq"))
+    assert np.all(propagated <= (1.02 if kind == "uncorrelated" else 1.0) * rounded)
+    assert np.all(propagated <= 1.05 * scaled)
+    if kind in ("neighbours", "factors"):
+        assert np.all(propagated < 0.85 * scaled)
+        assert np.all(propagated[1:] < 0.75 * rounded[1:])
 
 
 def test_silent_channels_are_rounded_and_few_tokens_damped() -> None:

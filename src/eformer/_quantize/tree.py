@@ -109,8 +109,9 @@ def quantize_tree(
         method: how codes and scales are chosen where rules do not say (`{"*up*": {"dtype": "nf4", "method": "awq"}}`):
             "round" to the nearest, for the largest value of every block; "scale" searches for scales of the least
             error, weighted by the inputs if there are statistics; "gptq" makes later inputs answer for the errors of
-            earlier ones, too; "awq" multiplies inputs by factors first, which the array carries; "awq+gptq" does both.
-            By default "round", and "gptq" with statistics. A leaf without statistics is rounded, with a warning.
+            earlier ones, too, as far as tokens suffice to know how; "awq" multiplies inputs by factors first, which the
+            array carries; "awq+gptq" does both. By default "round"; with statistics "gptq", or "scale" where they hold
+            diagonals only. A leaf without statistics is rounded, with a warning.
 
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}}
     >>> quantize_tree(params)["dense"]["kernel"]

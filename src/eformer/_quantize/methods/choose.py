@@ -71,6 +71,8 @@ def choose(decisions: Sequence[Decision], calibration: Statistics | None, method
             chosen[path] = Chosen(note="rounded, no statistics", calibrated=True)
             missing += [path] if decision.role.kind != "embedding" else []  # which is looked up, not multiplied
         else:
+            if not (config.method or method) and any(use.moment is None for use in statistics.uses):
+                wanted = "scale"  # which diagonals are enough for
             wanted = _for_tables(wanted) if decision.role.kind == "embedding" else wanted
             chosen[path] = Chosen(wanted, statistics, wanted)
             few += [path] if "gptq" in wanted and statistics.tokens < statistics.channels else []
@@ -112,7 +114,8 @@ def _warn(missing: Sequence[str], few: Sequence[str], calibration: Statistics | 
         statistics = calibration[few[0]]
         warnings.warn(
             f"{_some(few)} with fewer tokens than channels ({statistics.tokens} and {statistics.channels} of the "
-            "first): damping makes up for what is not known, but more tokens give a better model.",
+            "first): correlations that few tokens show may be chance, so that method='gptq' follows them in part only. "
+            "More tokens give a better model.",
             CalibrationWarning,
             stacklevel=4,
         )

@@ -44,6 +44,7 @@ class Work:
     config: QuantizationConfig
     diagonal: Any = None
     moment: Any = None
+    count: Any = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Work:
         """Codes (S, K, N) for scales that are known."""
         if method != "gptq":
             return self.run(matrices.nearest, w, scale, zero, **self.how)
-        codes, times = self.run(matrices.propagated, w, self.moment, scale, zero, **self.how)
+        codes, times = self.run(matrices.propagated, w, self.moment, self.count, scale, zero, **self.how)
         _check_damping(times)
         return codes
 
@@ -149,15 +150,16 @@ def _begin(shape: tuple[int, ...], statistics: LeafStatistics | None, config: Qu
     return Work(layout, grid, config, *_inputs(layout, use))
 
 
-def _inputs(layout: Layout, use: LeafStatistics) -> tuple[Any, Any]:
-    """Diagonal (S, K) and moment (S, K, K), or None, in units of the mean of the diagonal."""
+def _inputs(layout: Layout, use: LeafStatistics) -> tuple[Any, Any, Any]:
+    """Diagonal (S, K) and moment (S, K, K), or None, in units of the mean of the diagonal; tokens (S,)."""
     k, s = use.channels, math.prod(use.stack_sizes)
     mean = np.mean(np.asarray(use.diagonal, np.float64).reshape(s, k), axis=1)
     mean = np.where(mean > 0, mean, 1)
     diagonal = Lazy(use.diagonal.reshape(s, k), layout.channels)
     moment = None if use.moment is None else Lazy(use.moment.reshape(s, k, k), layout.moment)
     inverse = 1 / mean
-    return _Product(diagonal, inverse[:, None]), None if moment is None else _Product(moment, inverse[:, None, None])
+    moment = None if moment is None else _Product(moment, inverse[:, None, None])
+    return _Product(diagonal, inverse[:, None]), moment, np.asarray(use.count, np.float32).reshape(s)
 
 
 def _made(work: Work, values: jax.Array, method: str, dtype: Any) -> Any:

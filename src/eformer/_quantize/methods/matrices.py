@@ -72,6 +72,7 @@ def nearest(w: jax.Array, scale: jax.Array, zero: Zero, *, grid: Grid, block: in
 def propagated(
     w: jax.Array,
     moment: jax.Array,
+    count: jax.Array,
     scale: jax.Array,
     zero: Zero,
     *,
@@ -81,12 +82,16 @@ def propagated(
 ) -> tuple[jax.Array, jax.Array]:
     """GPTQ with scales that are known: codes, and how often damping was raised.
 
+    `count` (S,) is the number of tokens of each moment.
+
     The most active inputs go first. Since scales stay with their blocks, nothing has to be stored of that order.
     """
 
-    def one(w: jax.Array, moment: jax.Array, scale: jax.Array, zero: Zero) -> tuple[jax.Array, jax.Array]:
+    def one(
+        w: jax.Array, moment: jax.Array, count: jax.Array, scale: jax.Array, zero: Zero
+    ) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(-jnp.diagonal(moment))
-        u, times = gptq.factor(moment[order][:, order])
+        u, times = gptq.factor(gptq.shrunk(moment, count)[order][:, order])
         places = order // block if along_inputs else order
 
         def round_row(x: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +105,7 @@ def propagated(
         codes = gptq.sweep(w[order], u, places, round_row)
         return jnp.zeros_like(codes).at[order].set(codes), times
 
-    return jax.vmap(one)(w, moment, scale, zero)
+    return jax.vmap(one)(w, moment, count, scale, zero)
 
 
 @jax.jit
