@@ -42,7 +42,7 @@ test-rest: $(VENV)/dev.stamp
 # Unit tests, doctests, the README's blocks and the scripts of docs/ and examples/ are all pytest items.
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/oracle
 # What a new JAX release can break.
-JAX_TESTS := tests/core tests/integrations tests/test_front_door.py tests/calibrate/test_programs.py tests/calibrate/test_devices.py \
+JAX_TESTS := tests/core tests/integrations tests/calibrate/test_programs.py tests/calibrate/test_devices.py \
 	tests/formats/test_contract_dot.py tests/formats/test_contract_transforms.py tests/formats/test_sharding.py \
 	tests/kernels/test_transforms.py tests/kernels/test_sharding.py tests/kernels/cpu/test_transforms.py
 
