@@ -191,7 +191,8 @@ def test_every_method_beats_rounding_and_stores_the_same(name: str, axis: int) -
         assert config_of(made) == config_of(rounded)
         assert made.nbytes == rounded.nbytes
         assert made.dtype == w.dtype
-        assert weighted_error(made, w, stats.diagonal) <= weighted_error(rounded, w, stats.diagonal) or method == "gptq"
+        least = weighted_error(rounded, w, stats.diagonal) * (1 + 1e-12)  # where both are equal, sums of it may differ
+        assert weighted_error(made, w, stats.diagonal) <= least or method == "gptq"
         assert output_error(made, w, stats.moment) < share * before or method == "scale"
     x = jnp.asarray(np.random.default_rng(3).normal(size=(5, w.shape[0])), jnp.float32)
     np.testing.assert_allclose(x @ made, x @ made.materialize(), rtol=2e-4, atol=2e-4)
