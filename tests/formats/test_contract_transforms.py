@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+import eformer as ef
+from eformer._formats.scaled.array import ScaledArray
 from eformer.jaximus import SlicedBelowCoreError, implicit, materialization_policy
 
 from .contract import FAST, FORMATS, check, dense, make, normal, seeded
@@ -140,3 +142,22 @@ def test_policies_hold_inside_transformations(name: str) -> None:
 def test_no_tracer_leaks(leak_check) -> None:
     x, q = inputs("nf4")
     check(jax.jit(implicit(lambda x, q: x @ q * 2))(x, q), x @ dense(q) * 2)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "lora", "dora", "scaled", "activations"])
+def test_layers_taken_one_by_one_stay_packed(kind):
+    """`lax.unstack`, by which newer releases of JAX iterate."""
+    rng = seeded(kind)
+    w, x = normal(rng, 3, 64, 20), normal(rng, 4, 64)
+    q = ef.quantize(w, dtype="int8" if kind == "int8" else "nf4", axis=-2)
+    if kind in ("lora", "dora"):
+        q = ef.add_lora({"kernel": q}, "*", rank=2, key=jax.random.key(0), dora=kind == "dora")["kernel"]
+    elif kind == "scaled":
+        q = ScaledArray(q, jnp.asarray(rng.uniform(1, 2, (3, 64, 1)), jnp.float32))
+    elif kind == "activations":
+        q = ef.ActivationArray(q, jnp.full((3, 1, 1), 0.02, jnp.float32), activations="int8")
+    with ef.materialization_policy("error"):
+        found = implicit(lambda x, q: [x @ layer for layer in lax.unstack(q)])(x, q)
+        expected = [x @ q[i] for i in range(3)]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)

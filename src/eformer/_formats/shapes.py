@@ -246,6 +246,13 @@ def split(q: QuantizedArray, *, sizes: Any, axis: int, **params: Any) -> Any:
     return NotImplemented if any(p is NotImplemented for p in pieces) else pieces
 
 
+@register("unstack")
+def unstack(q: QuantizedArray, *, axis: int, **params: Any) -> Any:
+    """One array for each place of an axis, such as the layers of a stack."""
+    pieces = split(q, sizes=(1,) * q.shape[axis], axis=axis) if axis != blocked_axis(q) else NotImplemented
+    return pieces if pieces is NotImplemented else [squeeze(piece, dimensions=(axis,)) for piece in pieces]
+
+
 @register("rev")
 def rev(q: QuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     blocked, axes = blocked_axis(q), free(q)

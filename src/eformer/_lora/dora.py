@@ -237,3 +237,8 @@ def slice_(q: DoraArray, *, start_indices: Any, limit_indices: Any, strides: Any
         return lax.slice(x, *zip(*ends, strict=True))
 
     return dataclasses.replace(q, v=implicit(part)(q.v), magnitude=part(q.magnitude), squares=part(q.squares))
+
+
+@register("unstack")
+def unstack(q: LoraArray | DoraArray, *, axis: int, **params: Any) -> Any:
+    return implicit(lambda q: [lax.index_in_dim(q, i, axis, keepdims=False) for i in range(q.shape[axis])])(q)

@@ -51,6 +51,9 @@ def _moved(name: str, numbers: Any, arrays: Any, operands: Any, results: Any, pa
             n if whole else lax.slice_in_dim(n, low, high, axis=params["axis"])
             for low, high in itertools.pairwise(cuts)
         ]
+    if name == "unstack":
+        at, shared = params["axis"], n.shape[params["axis"]] == 1
+        return [lax.index_in_dim(n, 0 if shared else i, at, keepdims=False) for i in range(len(results))]
     if name in _MOVES:
         return [_MOVES[name](n, q, operands, params)]
     return [n if r.shape == q.shape else None for r in results]

@@ -199,6 +199,11 @@ def squeeze(q: ScaledArray, *, dimensions: Any, **params: Any) -> Any:
     return dataclasses.replace(q, w=w, factor=lax.squeeze(q.factor, dimensions))
 
 
+@register("unstack")
+def unstack(q: ScaledArray, *, axis: int, **params: Any) -> Any:
+    return _on_w(lambda q: [lax.index_in_dim(q, i, axis, keepdims=False) for i in range(q.shape[axis])], q)
+
+
 @register("broadcast_in_dim")
 def broadcast_in_dim(q: ScaledArray, *, shape: Any, broadcast_dimensions: Any, **params: Any) -> Any:
     """More axes of size 1 in front."""
