@@ -162,13 +162,22 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+# What `quantize` calls the formats that kernels call otherwise.
+QUANTIZE: dict[str, dict[str, Any]] = {
+    "fp4": {"dtype": "mxfp4"},
+    "int8_block": {"dtype": "int8", "block_size": 64},
+    "fp8_e4m3": {"dtype": "fp8"},
+    "fp8_e4m3_block": {"dtype": "mxfp8"},
+}
+
+
 def decode(formats: tuple[str, ...], rounds: int, tokens: int = 8) -> dict[str, float]:
     """Tokens per second: every kind of weights makes `tokens` of them, one after another as in use, then the next."""
     shape = Shape()
     kinds: dict[str, tuple[Any, Any]] = {
         "f32": (lambda w: w, jnp.float32),
         "bf16": (lambda w: w.astype(jnp.bfloat16), jnp.bfloat16),
-        **{fmt: (functools.partial(quantize, dtype=fmt), jnp.float32) for fmt in formats},
+        **{fmt: (functools.partial(quantize, **QUANTIZE.get(fmt, {"dtype": fmt})), jnp.float32) for fmt in formats},
     }
     step = jax.jit(functools.partial(decode_step, shape), donate_argnums=1)
 

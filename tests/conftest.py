@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import math
 import os
 import zlib
 from pathlib import Path
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _share_cases(items: list[pytest.Item]) -> None:
-    """Mark cases of a test that has many as thorough: half of four or five, two thirds of more.
+    """Mark cases of a test that has many as thorough: half of four or five, two thirds of up to eleven, 80 % of more.
 
     On newer releases of JAX others are left than on the oldest. So `make test` runs every test on each JAX it runs it
     on, and `make test-all` every case. Without `-m` all run.
@@ -72,7 +73,7 @@ def _share_cases(items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()), reverse=jax.__version__.startswith("0.10."))
-        parts = 1 if len(cases) < 4 else 2 if len(cases) < 6 else 3
+        parts = next(parts for fewer, parts in ((4, 1), (6, 2), (12, 3), (math.inf, 5)) if len(cases) < fewer)
         for item in cases[-(-len(cases) // parts) :]:
             item.add_marker(pytest.mark.thorough)
 

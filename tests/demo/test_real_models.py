@@ -32,6 +32,7 @@ def run(model: str, folder: Path, capsys: pytest.CaptureFixture[str], *more: str
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     module, distribution, pattern = _llama_file.SMOLLM2
     (package / module).mkdir()
