@@ -17,6 +17,9 @@ _flags = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
+    # On a busy machine the devices of a collective come late; XLA would end the process after 40 seconds.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
+    "--xla_cpu_collective_timeout_seconds=1800",
 ]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later releases refuse to start with a flag they dropped
     _flags.append("--xla_cpu_use_fusion_emitters=false")

@@ -57,7 +57,7 @@ def test_a_new_process_calls_it_with_quantized_arguments(key: jax.Array, tmp_pat
     (tmp_path / "program.bin").write_bytes(exported.serialize())
     np.save(tmp_path / "x.npy", x)
     ef.save(tmp_path / "params.safetensors", params)
-    subprocess.run([sys.executable, "-c", OTHER, str(tmp_path)], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", OTHER, str(tmp_path)], check=True)
     dense = [np.asarray(x) @ np.asarray(q.materialize().astype(jnp.float32)) for _, q in sorted(params.items())]
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), np.stack(dense), rtol=2e-2, atol=2e-2)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), program(x, params)[0])

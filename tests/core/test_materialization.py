@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
-import subprocess
-import sys
-import textwrap
 import warnings
 from typing import Any
 
@@ -157,40 +155,18 @@ def test_a_compiled_program_does_not_keep_a_policy(inside):
         f(q)
 
 
-def test_environment_variable():
-    program = """
-        import dataclasses, sys, warnings, jax, jax.numpy as jnp
-        from eformer.jaximus import implicit, MaterializationError, materialization_policy
-        from tests.core.toys import Plain
-        warnings.simplefilter("error")
-        q = Plain(jnp.ones(2), jnp.ones(2))
-        try:
-            implicit(jnp.sin)(q)
-        except Exception as err:
-            print(type(err).__name__)
-        else:
-            print("silent")
-        with materialization_policy("allow"):
-            implicit(jnp.cos)(q)
-    """
-    expected = {
-        "allow": "silent",
-        "warn": "MaterializationWarning",
-        "ERROR": "MaterializationError",
-        "maybe": "ValueError",
-    }
-    processes = {
-        value: subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(program)],
-            env={**os.environ, "EFORMER_MATERIALIZE": value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for value in expected
-    }
-    outputs = {value: p.communicate() for value, p in processes.items()}
-    assert {value: out.strip() for value, (out, _) in outputs.items()} == expected, outputs
+def test_environment_variable(monkeypatch):
+    """It is read when it is needed: while a program is traced."""
+    expected = {"allow": None, "warn": MaterializationWarning, "ERROR": MaterializationError, "maybe": ValueError}
+    for value, error in expected.items():
+        monkeypatch.setenv("EFORMER_MATERIALIZE", value)
+        q = fresh()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                implicit(jnp.sin)(q)
+            with materialization_policy("allow"):
+                implicit(jnp.cos)(q)
 
 
 # -- once per type, primitive and call site ----------------------------------------------------------------------------

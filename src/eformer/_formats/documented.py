@@ -115,8 +115,9 @@ def _reduce(primitive: Any, operand: Any, init_value: Any, *args: Any, **kwargs:
 
 def _dot_exact(primitive: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     left, right = isinstance(lhs, QuantizedArray), isinstance(rhs, QuantizedArray)
-    shared = {(True, True): _dot.dot_general_both, (True, False): _dot.dot_general_left}
-    return shared.get((left, right), _dot.dot_general_right)(primitive, lhs, rhs, **params)
+    if left and right:
+        return _dot.dot_general_both(primitive, lhs, rhs, **params)
+    return _dot.product(primitive, *((rhs, lhs) if left else (lhs, rhs)), left, params)
 
 
 def _concatenate(primitive: Any, operands: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from eformer._record import record
 from . import offsets as _offsets
 from . import shapes as _shapes
 from .base import QuantizedArray
+from .wrapped import is_plain_ragged, register_product
 
 switches.append(kernel_switches)
 
@@ -48,22 +49,17 @@ class Plan:
         return any(q == self.blocked for q, _ in self.contracted)
 
 
-@register("dot_general")
-def dot_general_right(primitive: Any, lhs: jax.Array, rhs: QuantizedArray, **params: Any) -> Any:
-    return multiply(primitive, lhs, rhs, False, params)
-
-
-@register("dot_general")
-def dot_general_left(primitive: Any, lhs: QuantizedArray, rhs: jax.Array, **params: Any) -> Any:
-    return multiply(primitive, rhs, lhs, True, params)
+@register_product
+def product(primitive: Any, x: jax.Array, q: QuantizedArray, q_first: bool, params: dict[str, Any]) -> Any:
+    return multiply(primitive, x, q, q_first, params)
 
 
 @register("dot_general")
 def dot_general_both(primitive: Any, lhs: QuantizedArray, rhs: QuantizedArray, **params: Any) -> Any:
     """The smaller one is materialized; the other stays as it is."""
     if lhs.size <= rhs.size:
-        return dot_general_right(primitive, lhs.materialize(), rhs, **params)
-    return dot_general_left(primitive, lhs, rhs.materialize(), **params)
+        return product(primitive, lhs.materialize(), rhs, False, params)
+    return product(primitive, rhs.materialize(), lhs, True, params)
 
 
 def multiply(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, Any], **rounding: Any) -> Any:
@@ -247,20 +243,10 @@ def ragged_dot_general(
 
 def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **rounding: Any) -> Any:
     """Rows of x in consecutive groups, each times its own matrix of a stack (…`lax.ragged_dot`)."""
-    numbers = params["ragged_dot_dimension_numbers"]
-    ((xc, qc), (xb, qb)) = numbers.dot_dimension_numbers
-    plain = (
-        (tuple(xc), tuple(xb), tuple(qb)) == ((1,), (), ())
-        and tuple(numbers.lhs_ragged_dimensions) == (0,)
-        and tuple(numbers.rhs_group_dimensions) == (0,)
-        and x.ndim == 2
-        and q.ndim == 3
-        and params.get("group_offset") is None
-        and (q.blocked is None or _shapes.blocked_axis(q) != 0)
-    )
+    plain = is_plain_ragged(params, x.ndim, q.ndim) and (q.blocked is None or _shapes.blocked_axis(q) != 0)
     if not plain or q.kernel_format is None or 0 in q.shape or 0 in x.shape:
         return NotImplemented
-    contracted = qc[0]
+    (_, (contracted,)), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     if q.blocked is None:
         form = "dot" if contracted == 2 else "axpy"
     else:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._core import ImplicitArray, aux_field, default_handler, implicit, materialize, register
+from eformer._core import aux_field, default_handler, materialize, register
 from eformer._core.trace import is_implicit
-from eformer._formats import sharding as _sharding
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import common, wide
 from eformer._formats.lookup import without_whole_axes
+from eformer._formats.wrapped import Axes, Wrapped, is_plain_ragged, on_weight, register_product
 
 
 @dataclasses.dataclass
-class LoraArray(ImplicitArray, frozen=True):
+class LoraArray(Wrapped):
     """`w + scale * (a · b)`, over any `w`: dense, quantized, or another implicit array.
 
     Invariants: `w` is (batch..., left axes..., right axes...), `a` is (batch..., left axes..., rank) and `b` is
@@ -39,8 +38,6 @@ class LoraArray(ImplicitArray, frozen=True):
     left: int = aux_field(default=1)
     right: int = aux_field(default=1)
     dropout: float = aux_field(default=0.0)
-
-    compiles_products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.scale, self.dropout = float(self.scale), float(self.dropout)
@@ -65,11 +62,10 @@ class LoraArray(ImplicitArray, frozen=True):
         base = (getattr(self.w, "format", None) or type(self.w).__name__) if is_implicit(self.w) else self.w.dtype.name
         return f"{base} + lora {self.rank}" if is_storage(self.a) else f"{base} + lora"
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.w.shape)
-
-    def compute_dtype(self) -> Any:
-        return self.w.dtype
+    def beside(self) -> dict[str, Axes]:
+        """Factors have the axes they share with `w`, and the rank."""
+        axes, left, right = list(range(self.w.ndim)), self.w.ndim - self.core_ndim, self.w.ndim - self.right
+        return {"a": [*axes[:right], None], "b": [*axes[:left], None, *axes[right:]]}
 
     def frozen(self) -> Any:
         """`w`, through which no gradient flows."""
@@ -78,11 +74,6 @@ class LoraArray(ImplicitArray, frozen=True):
     def dropped(self, x: jax.Array) -> jax.Array:
         """What the factors are given of the other operand of a product."""
         return x
-
-    def along_batch(self, cut: Callable[[Any], Any]) -> dict[str, Any]:
-        """Further fields after a change of the batch axes alone."""
-        del cut
-        return {}
 
     def update(self) -> jax.Array:
         """`scale * (a · b)`, dense, in the dtype of the factors."""
@@ -94,34 +85,6 @@ class LoraArray(ImplicitArray, frozen=True):
     def materialize(self) -> jax.Array:
         """The dense array, summed in f32 at least and rounded once to the dtype of `w`."""
         return _sum(self.frozen(), self.update())
-
-    @property
-    def sharding(self) -> Any:
-        return getattr(self.w, "sharding", None)
-
-    def child_specs(self, spec: PartitionSpec) -> Any:
-        """One PartitionSpec per stored array: factors are split as the axes they share with `w`, the rank is not."""
-        entries = _sharding.full_spec(spec, self.ndim, repr(self))
-        middle = len(entries) - self.right
-        w = self.w.child_specs(spec) if is_implicit(self.w) else PartitionSpec(*entries)
-        a = PartitionSpec(*entries[:middle], None)
-        b = PartitionSpec(*entries[: middle - self.left], None, *entries[middle:])
-        return None if w is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, a, b))
-
-    def stored_for(self, sharding: Any) -> LoraArray:
-        """The weight is stored as it has to be."""
-        return dataclasses.replace(self, w=self.w.stored_for(sharding)) if is_implicit(self.w) else self
-
-    def with_sharding(self, sharding: NamedSharding) -> LoraArray:
-        """A copy split over devices as `sharding` splits the logical array."""
-        specs = self.child_specs(sharding.spec)
-        if is_implicit(self.w) and not hasattr(self.w, "with_sharding"):
-            raise TypeError(f"{self.w!r} cannot be split over devices.")
-        w = self.w.with_sharding(sharding) if is_implicit(self.w) else jax.device_put(self.w, sharding)
-        factors = (
-            jax.device_put(x, NamedSharding(sharding.mesh, s)) for x, s in ((self.a, specs.a), (self.b, specs.b))
-        )
-        return self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, *factors))
 
     def _storage(self) -> str:
         if not is_storage(self.a, self.b):
@@ -157,22 +120,13 @@ def _sum(base: Any, update: jax.Array) -> jax.Array:
 # -- handlers: products, transposes, dtypes, slices, lookups; others materialize it ------------------------------------
 
 
-@register("dot_general")
-def dot_general_right(primitive: Any, lhs: jax.Array, rhs: LoraArray, **params: Any) -> Any:
-    return _dot(primitive, lhs, rhs, False, params)
-
-
-@register("dot_general")
-def dot_general_left(primitive: Any, lhs: LoraArray, rhs: jax.Array, **params: Any) -> Any:
-    return _dot(primitive, rhs, lhs, True, params)
-
-
-def _dot(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict[str, Any]) -> Any:
+@register_product
+def product(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: dict[str, Any]) -> Any:
     """x·w + ((x·a)·b) * scale: the factor that holds contracted axes goes first, and `a · b` is never formed."""
     if params.get("out_sharding") is not None:
         return NotImplemented
     w = q.frozen()
-    base = _on_base(lambda lhs, rhs: default_handler(primitive, lhs, rhs, **params), *((w, x) if q_first else (x, w)))
+    base = on_weight(lambda lhs, rhs: default_handler(primitive, lhs, rhs, **params), *((w, x) if q_first else (x, w)))
     if not jnp.issubdtype(base.dtype, jnp.inexact):
         return NotImplemented
     x_labels, first, second, out = labels(x.ndim, q, q_first, params["dimension_numbers"])
@@ -193,11 +147,6 @@ def _factor_dtype(x: jax.Array, q: LoraArray) -> Any:
     return common(x.dtype, q.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else q.a.dtype
 
 
-def _on_base(op: Callable[..., Any], *operands: Any) -> Any:
-    """An operation on the weight. Handlers run outside dispatch, so it is turned on again for an implicit one."""
-    return implicit(op)(*operands) if any(map(is_implicit, operands)) else op(*operands)
-
-
 def labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any, Any, Any, Any]:
     """Einsum labels: axis i of w is i, the rank is w.ndim, free axes of x follow.
 
@@ -211,32 +160,24 @@ def labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any,
     x_kept = [label for label in x if label > rank]
     q_kept = [axis for axis in range(q.ndim) if axis not in (*qc, *qb)]
     out = [*qb, *q_kept, *x_kept] if q_first else [*qb, *x_kept, *q_kept]
-    factors = list(zip((q.a, q.b), _axes(q), strict=True))
+    beside = q.beside()
+    factors = [(x, [rank if axis is None else axis for axis in beside[name]]) for name, x in (("a", q.a), ("b", q.b))]
     right = q.ndim - q.right
     only_right = any(axis >= right for axis in qc) and not any(right - q.left <= axis < right for axis in qc)
     first, second = factors[::-1] if only_right else factors
     return x, first, second, out
 
 
-def _axes(q: LoraArray) -> tuple[list[int], list[int]]:
-    """Which axes of w the axes of both factors are; the rank is w.ndim."""
-    axes, left, right = list(range(q.ndim)), q.ndim - q.left - q.right, q.ndim - q.right
-    return [*axes[:right], q.ndim], [*axes[:left], q.ndim, *axes[right:]]
-
-
 @register("ragged_dot_general")
 def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: jax.Array, **params: Any) -> Any:
     """Rows of x in groups, each times its own matrix of a stack, with two more ragged products as thin as the rank."""
-    numbers = params["ragged_dot_dimension_numbers"]
-    (x_axes, q_axes), batch = numbers.dot_dimension_numbers
-    ragged = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
-    plain = (tuple(x_axes), tuple(map(tuple, batch)), ragged) == ((1,), ((), ()), ((0,), (0,)))
-    if not plain or (q.ndim, q.left, q.right) != (3, 1, 1) or params.get("group_offset") is not None:
+    if not is_plain_ragged(params, x.ndim, q.ndim) or (q.left, q.right) != (1, 1):
         return NotImplemented
-    base = _on_base(lambda *operands: default_handler(primitive, *operands, **params), x, q.frozen(), group_sizes)
+    base = on_weight(lambda *operands: default_handler(primitive, *operands, **params), x, q.frozen(), group_sizes)
     if not jnp.issubdtype(base.dtype, jnp.inexact):
         return NotImplemented
-    first, second = (q.a, q.b) if tuple(q_axes) == (1,) else (q.b.mT, q.a.mT)
+    (_, (contracted,)), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    first, second = (q.a, q.b) if contracted == 1 else (q.b.mT, q.a.mT)
     dtype = _factor_dtype(x, q)
     options = {"precision": params.get("precision"), "preferred_element_type": wide(dtype)}
     low = lax.ragged_dot(q.dropped(x).astype(dtype), first.astype(dtype), group_sizes, **options)
@@ -253,7 +194,7 @@ def transpose(q: LoraArray, *, permutation: Any, **params: Any) -> Any:
     expected = ["batch"] if batch else []
     if groups not in ([*expected, "left", "right"], [*expected, "right", "left"]):
         return NotImplemented
-    w = _on_base(lambda w: lax.transpose(w, permutation), q.w)
+    w = on_weight(lambda w: lax.transpose(w, permutation), q.w)
     lead = [axis for axis in permutation if axis < batch]
     left = [axis for axis in permutation if batch <= axis < batch + q.left]
     right = [axis - q.left + 1 for axis in permutation if axis >= batch + q.left]
@@ -266,42 +207,14 @@ def transpose(q: LoraArray, *, permutation: Any, **params: Any) -> Any:
     return dataclasses.replace(q, w=w, a=a, b=b, left=q.right, right=q.left)
 
 
-@register("convert_element_type")
-def convert_element_type(primitive: Any, q: LoraArray, *, new_dtype: Any, **params: Any) -> Any:
-    """Another dtype for the weight; the factors stay in theirs."""
-    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
-        return NotImplemented
-    converted = _on_base(lambda w: lax.convert_element_type(w, new_dtype), q.w)
-    return dataclasses.replace(q, w=converted)
-
-
 @register("slice")
 def slice_(q: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
-    """The same part of the weight and of each factor, along its axes; one row or column comes out dense."""
-    steps = strides or (1,) * q.ndim
-
-    def part(x: Any, axes: Sequence[int]) -> Any:
-        """Of an array whose axis i is axis `axes[i]` of w, or the rank."""
-        cuts = [(start_indices[i], limit_indices[i], steps[i]) if i < q.ndim else (0, q.rank, 1) for i in axes]
-        return lax.slice(x, *zip(*cuts, strict=True))
-
-    sizes = [len(range(*cut)) for cut in zip(start_indices, limit_indices, steps, strict=True)]
-    if _picked_axis(q, sizes) is not None:
-        return dynamic_slice(q, *map(jnp.int32, start_indices), slice_sizes=sizes)
-    w = _on_base(lambda w: part(w, range(q.ndim)), q.w)
-    batch = range(q.ndim - q.left - q.right)
-    more = q.along_batch(lambda x: part(x, batch))
-    return dataclasses.replace(q, w=w, a=part(q.a, _axes(q)[0]), b=part(q.b, _axes(q)[1]), **more)
-
-
-@register("squeeze")
-def squeeze(q: LoraArray, *, dimensions: Any, **params: Any) -> Any:
-    """One matrix of a stack."""
-    if any(axis >= q.ndim - q.left - q.right for axis in dimensions):
+    """One row or column, dense; other parts are adapters again."""
+    cuts = zip(start_indices, limit_indices, strides or (1,) * q.ndim, strict=True)
+    sizes = [len(range(*cut)) for cut in cuts]
+    if _picked_axis(q, sizes) is None:
         return NotImplemented
-    w = _on_base(lambda w: lax.squeeze(w, dimensions), q.w)
-    more = q.along_batch(lambda x: lax.squeeze(x, dimensions))
-    return dataclasses.replace(q, w=w, a=lax.squeeze(q.a, dimensions), b=lax.squeeze(q.b, dimensions), **more)
+    return dynamic_slice(q, *map(jnp.int32, start_indices), slice_sizes=sizes)
 
 
 @register("gather")
@@ -313,7 +226,7 @@ def gather(q: LoraArray, indices: jax.Array, **params: Any) -> Any:
     if axis is None or tuple(numbers.start_index_map) != (axis,) or (value is not None and value == value):
         return NotImplemented
     options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
-    base = _on_base(lambda w: lax.gather(w, indices, numbers, params["slice_sizes"], **options), q.frozen())
+    base = on_weight(lambda w: lax.gather(w, indices, numbers, params["slice_sizes"], **options), q.frozen())
     sizes = (1, q.rank) if axis == 0 else (q.rank, 1)
     rows = lax.gather(q.b if axis else q.a, indices, numbers, sizes, **options)
     kept = numbers.offset_dims[-1] if axis in numbers.collapsed_slice_dims else numbers.offset_dims[1 - axis]
@@ -329,7 +242,7 @@ def dynamic_slice(q: LoraArray, *starts: jax.Array, slice_sizes: Any, **params: 
         return NotImplemented
     # Bind the operation: the function of that name would count a negative start from the end a second time.
     starts = tuple(jnp.clip(start, 0, n - size) for start, n, size in zip(starts, q.shape, slice_sizes, strict=True))
-    base = _on_base(lambda w: lax.dynamic_slice(w, starts, slice_sizes), q.frozen())
+    base = on_weight(lambda w: lax.dynamic_slice(w, starts, slice_sizes), q.frozen())
     one = lax.dynamic_slice_in_dim(q.b if axis else q.a, starts[axis], 1, axis)
     return _sum(base, q.scale * (q.a @ one if axis else one @ q.b))
 

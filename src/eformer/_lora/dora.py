@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._core import ImplicitArray, aux_field, default_handler, implicit, materialize, register
-from eformer._formats import sharding as _sharding
+from eformer._core import aux_field, default_handler, implicit, materialize, register
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import wide
+from eformer._formats.wrapped import Wrapped, register_product
 
 from .array import LoraArray, labels
 
 
 @dataclasses.dataclass
-class DoraArray(ImplicitArray, frozen=True):
+class DoraArray(Wrapped):
     """`magnitude * v / ‖v‖`, where `v = w + scale * (a · b)` is a `LoraArray`, and lengths are those of its columns.
 
     A column is what makes one output: all values along the inputs. Invariants: the outputs are the right axes of `v`,
@@ -37,8 +36,6 @@ class DoraArray(ImplicitArray, frozen=True):
     magnitude: Any
     squares: Any
     columns: bool = aux_field(default=True)
-
-    compiles_products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if is_storage(self.magnitude, self.squares):
@@ -66,11 +63,15 @@ class DoraArray(ImplicitArray, frozen=True):
     def format(self) -> str:
         return f"{self.v.format} + dora"
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.v.shape)
+    def beside(self) -> dict[str, list[int]]:
+        """Lengths have the axes of the outputs."""
+        inputs = _inputs(self.v, self.columns)
+        outputs = [axis for axis in range(self.v.ndim) if axis not in inputs]
+        return {"magnitude": outputs, "squares": outputs}
 
-    def compute_dtype(self) -> Any:
-        return self.v.dtype
+    def uncut(self) -> range:
+        """Columns are whole."""
+        return range(self.ndim - self.core_ndim, self.ndim)
 
     def ratio(self) -> jax.Array:
         """`magnitude / ‖v‖`, (batch..., outputs...): what the columns of `v` are multiplied by. 0 / 0 is 0."""
@@ -106,24 +107,6 @@ class DoraArray(ImplicitArray, frozen=True):
     def _spread(self, outputs: jax.Array) -> jax.Array:
         """Values for the outputs, to be multiplied with something of the shape of `v`."""
         return lax.expand_dims(outputs, _inputs(self.v, self.columns))
-
-    @property
-    def sharding(self) -> Any:
-        return self.v.sharding
-
-    def child_specs(self, spec: PartitionSpec) -> Any:
-        """One PartitionSpec per stored array: magnitudes are split as the outputs are."""
-        entries = _sharding.full_spec(spec, self.ndim, repr(self))
-        v = self.v.child_specs(spec)
-        kept = [e for axis, e in enumerate(entries) if axis not in _inputs(self.v, self.columns)]
-        own = PartitionSpec(*kept)
-        return None if v is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (v, own, own))
-
-    def with_sharding(self, sharding: NamedSharding) -> DoraArray:
-        """A copy split over devices as `sharding` splits the logical array."""
-        own = NamedSharding(sharding.mesh, self.child_specs(sharding.spec).magnitude)
-        parts = (self.v.with_sharding(sharding), *(jax.device_put(x, own) for x in (self.magnitude, self.squares)))
-        return self.tree_unflatten(self.tree_flatten_with_keys()[1], parts)
 
     def _storage(self) -> str:
         if not is_storage(self.magnitude, self.v.a, self.v.b):
@@ -161,33 +144,24 @@ def _exchange(v: Any) -> list[int]:
 # -- handlers: products over the inputs, transposes, dtypes; others materialize it -------------------------------------
 
 
-@register("dot_general")
-def dot_general_right(primitive: Any, lhs: jax.Array, rhs: DoraArray, **params: Any) -> Any:
-    return _dot(primitive, lhs, rhs, False, params)
-
-
-@register("dot_general")
-def dot_general_left(primitive: Any, lhs: DoraArray, rhs: jax.Array, **params: Any) -> Any:
-    return _dot(primitive, rhs, lhs, True, params)
-
-
-def _dot(primitive: Any, x: jax.Array, q: DoraArray, q_first: bool, params: dict[str, Any]) -> Any:
+@register_product
+def product(primitive: Any, x: jax.Array, q: DoraArray, q_first: bool, params: dict[str, Any]) -> Any:
     """A product over the inputs has the outputs, which are stretched; one over outputs stretches x before."""
     if params.get("out_sharding") is not None:
         return NotImplemented
     x_labels, _, _, out = labels(x.ndim, q.v, q_first, params["dimension_numbers"])
-    axes = [axis for axis in range(q.ndim) if axis not in _inputs(q.v, q.columns)]
+    axes = q.beside()["magnitude"]
     if not jnp.issubdtype(jnp.promote_types(x.dtype, q.dtype), jnp.inexact):
         return NotImplemented
 
-    def product(x: Any, v: Any) -> Any:
+    def of_adapter(x: Any, v: Any) -> Any:
         return default_handler(primitive, *((v, x) if q_first else (x, v)), **params)
 
     if all(axis in out for axis in axes):
-        result = implicit(product)(x, q.v)
+        result = implicit(of_adapter)(x, q.v)
         return _stretched(result, out, q.ratio(), axes)
     if all(axis in x_labels for axis in axes):
-        return implicit(product)(_stretched(x, x_labels, q.ratio(), axes), q.v)
+        return implicit(of_adapter)(_stretched(x, x_labels, q.ratio(), axes), q.v)
     return NotImplemented
 
 
@@ -204,41 +178,3 @@ def transpose(q: DoraArray, *, permutation: Any, **params: Any) -> Any:
     if not turned and list(permutation) != list(range(q.ndim)):
         return NotImplemented
     return dataclasses.replace(q, v=implicit(_swapped)(q.v), columns=not q.columns) if turned else q
-
-
-@register("convert_element_type")
-def convert_element_type(q: DoraArray, *, new_dtype: Any, **params: Any) -> Any:
-    """Another dtype for the weight; the rest stays in its own."""
-    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
-        return NotImplemented
-    return dataclasses.replace(q, v=implicit(lambda v: lax.convert_element_type(v, new_dtype))(q.v))
-
-
-@register("squeeze")
-def squeeze(q: DoraArray, *, dimensions: Any, **params: Any) -> Any:
-    """One matrix of a stack."""
-    if any(axis >= q.ndim - q.core_ndim for axis in dimensions):
-        return NotImplemented
-    v = implicit(lambda v: lax.squeeze(v, dimensions))(q.v)
-    own = {name: lax.squeeze(getattr(q, name), dimensions) for name in ("magnitude", "squares")}
-    return dataclasses.replace(q, v=v, **own)
-
-
-@register("slice")
-def slice_(q: DoraArray, *, start_indices: Any, limit_indices: Any, strides: Any = None, **params: Any) -> Any:
-    """Some matrices of a stack, whole."""
-    batch = q.ndim - q.core_ndim
-    cuts = list(zip(start_indices, limit_indices, strides or (1,) * q.ndim, strict=True))
-    if any(cut != (0, n, 1) for cut, n in zip(cuts[batch:], q.shape[batch:], strict=True)):
-        return NotImplemented
-
-    def part(x: Any) -> Any:
-        ends = [*cuts[:batch], *((0, n, 1) for n in x.shape[batch:])]
-        return lax.slice(x, *zip(*ends, strict=True))
-
-    return dataclasses.replace(q, v=implicit(part)(q.v), magnitude=part(q.magnitude), squares=part(q.squares))
-
-
-@register("unstack")
-def unstack(q: LoraArray | DoraArray, *, axis: int, **params: Any) -> Any:
-    return implicit(lambda q: [lax.index_in_dim(q, i, axis, keepdims=False) for i in range(q.shape[axis])])(q)

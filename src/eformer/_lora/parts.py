@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from eformer._core.fields import layout
+from eformer._formats.wrapped import Axes
 from eformer._quantize.leaves import open_tree
 from eformer._quantize.stored import behind
 from eformer.errors import UnusedRuleWarning
@@ -57,9 +58,8 @@ class DroppingLora(LoraArray):
         kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
         return jnp.where(kept, x / (1 - self.dropout), jnp.zeros_like(x))
 
-    def along_batch(self, cut: Callable[[Any], Any]) -> dict[str, Any]:
-        keys = (cut(self.key[..., i]) for i in (0, 1))
-        return {"key": jnp.stack(list(keys), -1)}
+    def beside(self) -> dict[str, Axes]:
+        return {**super().beside(), "key": [*range(self.w.ndim - self.core_ndim), None]}
 
 
 def lora_dropout(params: Any, key: jax.Array) -> Any:

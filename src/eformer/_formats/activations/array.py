@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray, aux_field, implicit
 from eformer._core.materialization import default_handler
@@ -18,7 +17,8 @@ from eformer._kernels.parameters import ACTIVATIONS
 from ..arguments import is_storage
 from ..base import QuantizedArray
 from ..gradients import refusal
-from .numbers import follow
+from ..wrapped import Wrapped
+from .numbers import FIELDS, follow
 
 
 def takes(fmt: str | None) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def takes(fmt: str | None) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass
-class ActivationArray(ImplicitArray, frozen=True):
+class ActivationArray(Wrapped):
     """A quantized weight `w`. A product with it rounds rows of x to 8 bits and multiplies the codes of both.
 
     A row is what is contracted; it has the scale max|x| / 127 (int8) or max|x| / 448 (fp8), unless `x_scale`, a static
@@ -53,8 +53,6 @@ class ActivationArray(ImplicitArray, frozen=True):
     activations: str = aux_field(default="int8", kw_only=True)
     backward: str | None = aux_field(default=None, kw_only=True)
 
-    compiles_products: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         one_of("activations", self.activations, ACTIVATIONS)
         one_of("backward", self.backward, (None, *ACTIVATIONS))
@@ -69,7 +67,8 @@ class ActivationArray(ImplicitArray, frozen=True):
             allowed = takes(self.w.kernel_format)
             if self.activations not in allowed:
                 raise ValueError(no_product(self.activations, self.w.format, allowed))
-        for name, value in (("x_scale", self.x_scale), ("seed", self.seed)):
+        for name in FIELDS:
+            value = getattr(self, name)
             if value is None or not is_storage(value) or not hasattr(self.w, "shape"):
                 continue
             fits = len(value.shape) == len(self.w.shape)
@@ -95,15 +94,8 @@ class ActivationArray(ImplicitArray, frozen=True):
         """The format of `w`, and what x is rounded to."""
         return f"{getattr(self.w, 'format', type(self.w).__name__)} x {self.activations}"
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / max(self.size, 1)
-
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.w.shape)
-
-    def compute_dtype(self) -> Any:
-        return self.w.dtype
+    def beside(self) -> dict[str, range]:
+        return {name: range(self.w.ndim) for name in FIELDS if getattr(self, name) is not None}
 
     def materialize(self) -> jax.Array:
         """The dense array that `w` stands for."""
@@ -128,54 +120,18 @@ class ActivationArray(ImplicitArray, frozen=True):
 
     # -- storage, as it is for w ---------------------------------------------------------------------------------------
 
-    def around(self, w: Any, **changes: Any) -> ActivationArray:
-        """The same settings around another weight."""
-        return dataclasses.replace(self, w=w, **changes)
+    def around(self, weight: Any, **changes: Any) -> Any:
+        """The same settings around another weight; a dense one has none."""
+        return super().around(weight, **changes) if isinstance(weight, ImplicitArray) else weight
 
     def stored_like(self, other: Any) -> Any:
         return self.around(self.w.stored_like(other.w)) if isinstance(other, ActivationArray) else self
-
-    def stored_for(self, sharding: Any) -> ActivationArray:
-        return self.around(self.w.stored_for(sharding))
-
-    @property
-    def sharding(self) -> Any:
-        return getattr(self.w, "sharding", None)
 
     @property
     def is_sharded(self) -> bool:
         return self.sharding is not None
 
-    def child_specs(self, spec: PartitionSpec) -> Any:
-        """One PartitionSpec per stored array: numbers are split along the axes of a stack only."""
-        w = self.w.child_specs(spec)
-        entries = (*spec, *[None] * (self.ndim - len(spec)))
-
-        def of(number: Any) -> Any:
-            sizes = () if number is None else number.shape
-            return (
-                None
-                if number is None
-                else PartitionSpec(*(e if n > 1 else None for e, n in zip(entries, sizes, strict=True)))
-            )
-
-        numbers = (of(self.x_scale), of(self.seed))
-        return None if w is None else self.tree_unflatten(self.tree_flatten_with_keys()[1], (w, *numbers))
-
-    def with_sharding(self, sharding: NamedSharding) -> ActivationArray:
-        """A copy split over devices as `sharding` splits the logical array."""
-        made = self.around(self.w.with_sharding(sharding))
-        if (self.x_scale is None and self.seed is None) or not isinstance(sharding, NamedSharding):
-            return made
-        specs = self.child_specs(sharding.spec)
-        placed = {
-            name: jax.device_put(number, NamedSharding(sharding.mesh, getattr(specs, name)))
-            for name in ("x_scale", "seed")
-            if (number := getattr(self, name)) is not None
-        }
-        return dataclasses.replace(made, **placed)
-
-    reshard = with_sharding
+    reshard = Wrapped.with_sharding
 
     def delete(self) -> None:
         """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..shapes import reshape_groups
+from ..wrapped import gathered, taken
 
 FIELDS = ("x_scale", "seed")
 Followed = dict[str, Any] | None  # the numbers of a result by field; None: it is not to be wrapped again
@@ -51,9 +52,6 @@ def _moved(name: str, numbers: Any, arrays: Any, operands: Any, results: Any, pa
             n if whole else lax.slice_in_dim(n, low, high, axis=params["axis"])
             for low, high in itertools.pairwise(cuts)
         ]
-    if name == "unstack":
-        at, shared = params["axis"], n.shape[params["axis"]] == 1
-        return [lax.index_in_dim(n, 0 if shared else i, at, keepdims=False) for i in range(len(results))]
     if name in _MOVES:
         return [_MOVES[name](n, q, operands, params)]
     return [n if r.shape == q.shape else None for r in results]
@@ -110,29 +108,6 @@ def _reshaped(n: jax.Array, q: Any, operands: Any, params: dict[str, Any]) -> An
     return n.reshape(sizes)
 
 
-def _sliced(n: jax.Array, q: Any, operands: Any, params: dict[str, Any]) -> jax.Array:
-    steps = params.get("strides") or (1,) * n.ndim
-    cuts = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
-    return lax.slice(
-        n, *zip(*((0, 1, 1) if size == 1 else cut for size, cut in zip(n.shape, cuts, strict=True)), strict=True)
-    )
-
-
-def _taken(n: jax.Array, q: Any, operands: Any, params: dict[str, Any]) -> jax.Array:
-    starts = [jnp.zeros_like(s) if size == 1 else s for s, size in zip(operands[1:], n.shape, strict=True)]
-    sizes = [min(size, cut) for size, cut in zip(n.shape, params["slice_sizes"], strict=True)]
-    return lax.dynamic_slice(n, starts, sizes)
-
-
-def _gathered(n: jax.Array, q: Any, operands: Any, params: dict[str, Any]) -> Any:
-    numbers = params["dimension_numbers"]
-    if any(n.shape[axis] == 1 != q.shape[axis] for axis in (*numbers.start_index_map, *numbers.operand_batching_dims)):
-        return None
-    sizes = tuple(min(size, cut) for size, cut in zip(n.shape, params["slice_sizes"], strict=True))
-    options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
-    return lax.gather(n, operands[1], numbers, sizes, **options)
-
-
 _JOINS: dict[str, Callable[..., Any]] = {"concatenate": _concatenated, "stack": _stacked, "select_n": _selected}
 _MOVES: dict[str, Callable[..., Any]] = {
     "transpose": lambda n, q, operands, params: lax.transpose(n, params["permutation"]),
@@ -140,7 +115,6 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "rev": lambda n, q, operands, params: lax.rev(n, params["dimensions"]),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
-    "slice": _sliced,
-    "dynamic_slice": _taken,
-    "gather": _gathered,
+    "dynamic_slice": lambda n, q, operands, params: taken(n, operands[1:], params["slice_sizes"]),
+    "gather": lambda n, q, operands, params: gathered(n, q, operands[1], params),
 }

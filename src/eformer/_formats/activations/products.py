@@ -17,21 +17,13 @@ from eformer._kernels.activations import round_by
 from .. import dot as _dot
 from ..base import QuantizedArray
 from ..blocks import wide
+from ..wrapped import is_plain_ragged, register_product
 from .array import ActivationArray
 from .stochastic import with_rounded_gradient
 
 
-@register("dot_general")
-def dot_general_right(primitive: Any, lhs: jax.Array, rhs: ActivationArray, **params: Any) -> Any:
-    return _product(primitive, lhs, rhs, False, params)
-
-
-@register("dot_general")
-def dot_general_left(primitive: Any, lhs: ActivationArray, rhs: jax.Array, **params: Any) -> Any:
-    return _product(primitive, rhs, lhs, True, params)
-
-
-def _product(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, params: dict[str, Any]) -> Any:
+@register_product
+def product(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, params: dict[str, Any]) -> Any:
     _check(x, q)
     contracting, batching = params["dimension_numbers"]
     axes, batch = (pair[::-1] if q_first else pair for pair in (contracting, batching))  # of x, then of q
@@ -143,10 +135,7 @@ def ragged_dot_general(
     """Rows of x in groups, each times its own matrix of a stack; a static scale is that of the matrix."""
     x, q = lhs, rhs
     _check(x, q)
-    numbers = params["ragged_dot_dimension_numbers"]
-    (x_axes, _), (x_batch, _) = numbers.dot_dimension_numbers
-    plain = (tuple(x_axes), tuple(x_batch), tuple(numbers.lhs_ragged_dimensions)) == ((1,), (), (0,))
-    if not plain or x.ndim != 2 or q.ndim != 3 or tuple(numbers.rhs_group_dimensions) != (0,):
+    if not is_plain_ragged(params, x.ndim, q.ndim):
         return NotImplemented
     x_scale = None
     if q.x_scale is not None:

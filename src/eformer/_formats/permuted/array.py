@@ -8,12 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from eformer._core import ImplicitArray, aux_field, default_handler, implicit, register
+from eformer._core import aux_field, default_handler, materialize, register
+
+from ..sharding import full_spec
+from ..wrapped import Axes, Wrapped, on_weight, register_product
 
 
 @dataclasses.dataclass
-class PermutedArray(ImplicitArray, frozen=True):
+class PermutedArray(Wrapped):
     """Matrices with the entries of one axis in another order: place `order[i]` along `axis` holds place `i` of `w`.
 
     Invariants: `w` is (batch..., rows, columns), `axis` is -1 or -2, `order` is int32 (batch..., size of that axis) and
@@ -46,38 +50,26 @@ class PermutedArray(ImplicitArray, frozen=True):
     def format(self) -> str:
         return f"{getattr(self.w, 'format', 'dense')}, sorted"
 
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.w.shape)
+    def beside(self) -> dict[str, Axes]:
+        return {"order": [*range(self.ndim - 2), None]}
 
-    def compute_dtype(self) -> Any:
-        return self.w.dtype
+    def uncut(self) -> tuple[int, ...]:
+        return (self.ndim + self.axis,)
+
+    def child_specs(self, spec: PartitionSpec) -> Any:
+        """As for `w`. No part of the sorted axis is an array of its own: places of the whole axis are in `order`."""
+        entries = full_spec(spec, self.ndim, repr(self))
+        return None if entries[self.axis] is not None else super().child_specs(spec)
 
     def materialize(self) -> jax.Array:
         """The dense array, its entries where they belong."""
-        dense = self.w.materialize() if isinstance(self.w, ImplicitArray) else self.w
+        dense = materialize(self.w)
         places = jnp.expand_dims(jnp.argsort(self.order, axis=-1), -1 if self.axis == -2 else -2)
         return jnp.take_along_axis(dense, places, axis=self.axis)
 
-    def _storage(self) -> str:
-        return f"{self.format}, {8 * self.nbytes / max(self.size, 1):.2f} bits per weight"
 
-
-def _on_w(op: Any, *operands: Any) -> Any:
-    """Handlers run outside dispatch, so it is turned on again."""
-    return implicit(op)(*operands)
-
-
-@register("dot_general")
-def dot_general_right(primitive: Any, lhs: jax.Array, rhs: PermutedArray, **params: Any) -> Any:
-    return _dot(primitive, lhs, rhs, False, params)
-
-
-@register("dot_general")
-def dot_general_left(primitive: Any, lhs: PermutedArray, rhs: jax.Array, **params: Any) -> Any:
-    return _dot(primitive, rhs, lhs, True, params)
-
-
-def _dot(primitive: Any, x: jax.Array, q: PermutedArray, q_first: bool, params: dict[str, Any]) -> Any:
+@register_product
+def product(primitive: Any, x: jax.Array, q: PermutedArray, q_first: bool, params: dict[str, Any]) -> Any:
     """Sorts what is contracted with the sorted axis, else the result."""
     contracting, batching = params["dimension_numbers"]
     (q_axes, x_axes) = contracting if q_first else contracting[::-1]
@@ -86,7 +78,7 @@ def _dot(primitive: Any, x: jax.Array, q: PermutedArray, q_first: bool, params: 
     sorted_axis = q.ndim + q.axis
     if q_axes[0] == sorted_axis:
         x = jnp.take(x, q.order, axis=x_axes[0])
-    made = _on_w(lambda a, b: default_handler(primitive, a, b, **params), *((q.w, x) if q_first else (x, q.w)))
+    made = on_weight(lambda a, b: default_handler(primitive, a, b, **params), *((q.w, x) if q_first else (x, q.w)))
     if q_axes[0] == sorted_axis:
         return made
     return jnp.take(made, jnp.argsort(q.order), axis=0 if q_first else made.ndim - 1)
@@ -98,45 +90,5 @@ def transpose(q: PermutedArray, *, permutation: Any, **params: Any) -> Any:
     if tuple(permutation[:-2]) != batch:
         return NotImplemented
     turned = permutation[-1] != q.ndim - 1
-    w = _on_w(lambda w: lax.transpose(w, permutation), q.w)
-    return dataclasses.replace(q, w=w, axis=-3 - q.axis if turned else q.axis)
-
-
-@register("convert_element_type")
-def convert_element_type(q: PermutedArray, *, new_dtype: Any, **params: Any) -> Any:
-    if params.get("sharding") is not None or not jnp.issubdtype(new_dtype, jnp.floating):
-        return NotImplemented
-    return dataclasses.replace(q, w=_on_w(lambda w: lax.convert_element_type(w, new_dtype), q.w))
-
-
-# Stacks of matrices.
-
-
-@register("broadcast_in_dim")
-def broadcast_in_dim(q: PermutedArray, *, shape: Any, broadcast_dimensions: Any, **params: Any) -> Any:
-    """More axes of size 1 in front."""
-    more = len(shape) - q.ndim
-    if tuple(shape) != (1,) * more + q.shape or tuple(broadcast_dimensions) != tuple(range(more, len(shape))):
-        return NotImplemented
-    w = _on_w(lambda w: lax.broadcast_in_dim(w, shape, broadcast_dimensions), q.w)
-    return dataclasses.replace(q, w=w, order=q.order.reshape((1,) * more + q.order.shape))
-
-
-@register("concatenate")
-def concatenate(first: PermutedArray, *rest: PermutedArray, dimension: int, **params: Any) -> Any:
-    """Along an axis that numbers matrices."""
-    arrays = (first, *rest)
-    fits = all(isinstance(q, PermutedArray) and q.axis == first.axis for q in arrays)
-    if not fits or dimension >= first.ndim - 2:
-        return NotImplemented
-    w = _on_w(lambda *ws: lax.concatenate(ws, dimension), *(q.w for q in arrays))
-    return dataclasses.replace(first, w=w, order=lax.concatenate([q.order for q in arrays], dimension))
-
-
-@register("stack")
-def stack(*operands: PermutedArray, axis: int, **params: Any) -> Any:
-    if axis:
-        return NotImplemented
-    shape = (1, *operands[0].shape)
-    widened = [broadcast_in_dim(q, shape=shape, broadcast_dimensions=range(1, len(shape))) for q in operands]
-    return concatenate(*widened, dimension=0)
+    w = on_weight(lambda w: lax.transpose(w, permutation), q.w)
+    return q.around(w, axis=-3 - q.axis if turned else q.axis)
