@@ -13,26 +13,25 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from _quality_models import Subject, char_model, minilm, smollm2
 from _timing import facts
 
 import eformer as ef
-from demo import bert, char, run_minilm, text
-from eformer import models
+from demo import run_minilm
 from eformer._quantize.leaves import map_tree
-from eformer.models._llama_file import SMOLLM2, model_file
+from eformer.models._llama_file import SMOLLM2
 from eformer.ops.quantization import ArrayInt, ArrayNF4
 
 
@@ -46,158 +45,76 @@ class Row:
     embedding: Any = "same"
     half: bool = False  # scales in float16
     budget: str | None = None  # formats by `plan_bits`, with the embedding
+    twice: bool = False  # calibrated again, on the inputs of the quantized model
     steps: int = 0  # of distillation
     rate: float = 1e-2
     norms: bool = False
 
 
 NF4_32 = {"dtype": "nf4", "block_size": 32}
+NF4_DOUBLE = {"dtype": "nf4", "double_quant": True}
 INT3_32 = {"dtype": "int3", "block_size": 32}
+INT4_ZERO = {"dtype": "int4", "symmetric": False}
 ROWS = (
     Row("f32"),
     Row("int8", "int8"),
     Row("nf4", "nf4"),
     Row("nf4, scale", "nf4", "scale"),
     Row("nf4, gptq", "nf4", "gptq"),
+    Row("nf4, gptq twice", "nf4", "gptq", twice=True),
     Row("nf4, awq", "nf4", "awq"),
+    Row("nf4, awq+gptq", "nf4", "awq+gptq"),
     Row("nf4, distilled", "nf4", steps=64),
     Row("nf4, gptq, distilled", "nf4", "gptq", steps=64),
+    Row("nf4 double quantized, gptq", NF4_DOUBLE, "gptq"),
     Row("nf4 blocks of 32 in f16, gptq", NF4_32, "gptq", half=True),
     Row("nf4 blocks of 32 in f16, gptq, distilled", NF4_32, "gptq", half=True, steps=64),
     Row("int4", "int4"),
     Row("int4, gptq", "int4", "gptq"),
     Row("int4, gptq, distilled", "int4", "gptq", steps=64),
+    Row("int4 with zeros, scales in f16, gptq", INT4_ZERO, "gptq", half=True),
+    Row("int4 with zeros, scales in f16, gptq, distilled", INT4_ZERO, "gptq", half=True, steps=64),
     Row("int3 blocks of 32 in f16", INT3_32, half=True),
     Row("int3 blocks of 32 in f16, gptq", INT3_32, "gptq", half=True),
     Row("int3 blocks of 32 in f16, gptq, distilled", INT3_32, "gptq", half=True, steps=64),
     Row("ternary", "ternary"),
-    Row("ternary, distilled", "ternary", steps=64, rate=2e-2, norms=True),
-    Row("mixed, 4.25 bits", budget="4.25 bits", half=True),
-    Row("mixed, 4.25 bits, gptq", budget="4.25 bits", method="gptq", half=True),
-    Row("mixed, 5.0 bits, gptq", budget="5.0 bits", method="gptq", half=True),
+    Row("ternary, scale", "ternary", "scale"),
+    Row("ternary, gptq", "ternary", "gptq"),
+    Row("ternary, gptq, distilled", "ternary", "gptq", steps=64, rate=2e-2, norms=True),
+    Row("mixed, 4.25 bits", budget="4.25 bits"),
+    Row("mixed, 4.25 bits, gptq", budget="4.25 bits", method="gptq"),
+    Row("mixed, 4.25 bits, gptq, distilled", budget="4.25 bits", method="gptq", steps=64),
+    Row("mixed, 4.5 bits, gptq", budget="4.5 bits", method="gptq"),
+    Row("mixed, 4.5 bits, gptq, distilled", budget="4.5 bits", method="gptq", steps=64),
+    Row("mixed, 5.0 bits, gptq", budget="5.0 bits", method="gptq"),
+    Row("mixed, 5.0 bits, gptq, distilled", budget="5.0 bits", method="gptq", steps=64),
 )
 # SmolLM2 was shipped with an embedding of 8 bits: these rows are about the other matrices.
 ROWS += tuple(
-    Row(f"{row.name}, embedding int8", row.format, row.method, "int8", row.half)
+    dataclasses.replace(row, name=f"{row.name}, embedding int8", embedding="int8")
     for row in ROWS
-    if row.budget is None and not row.steps and row.format not in (None, "int8", "ternary")
+    if row.budget is None and row.format not in (None, "int8", "ternary")
 )
-FORMATS = ("int3", INT3_32, {"dtype": "nf4", "block_size": 128}, "nf4", NF4_32, "int5", "int6", "int8")
+FORMATS = (
+    "int3",
+    NF4_DOUBLE,
+    {**NF4_DOUBLE, "block_size": 32},
+    {"dtype": "int5", "block_size": None},
+    "int5",
+    {"dtype": "int6", "block_size": None},
+    "int8",
+)
 SMALL = ("f32", "nf4", "nf4, gptq", "mixed, 4.25 bits", "nf4, gptq, distilled")
 
 
-@dataclasses.dataclass
-class Subject:
-    """A model, what it is calibrated with, and how it is judged: measures by name, against its own dense weights."""
-
-    params: Any
-    forward: Callable[[Any, Any], Any]
-    batches: list[Any]
-    judge: Callable[[Any], dict[str, Any]]
-    quick: Callable[[Any], Any] | None = None  # an Evaluation on some of the text, for sensitivities
-    training: list[Any] | None = None  # batches to distill with, where there are more than for calibration
-
-
-# -- the models --------------------------------------------------------------------------------------------------------
-
-
-def language_model(config: Any, params: Any, calibration: np.ndarray, judged: np.ndarray, batch: int) -> Subject:
-    """Windows (count, length + 1) of two texts."""
-    forward = functools.partial(models.forward, config)
-    known: dict[bytes, np.ndarray] = {}
-    dense = jax.jit(forward)
-
-    def reference(tokens: jax.Array) -> np.ndarray:
-        key = np.asarray(tokens).tobytes()
-        if key not in known:
-            known[key] = np.asarray(dense(params, tokens))
-        return known[key]
-
-    def judge(packed: Any) -> dict[str, Any]:
-        found = ef.evaluate(forward, packed, judged, against=reference, batch=batch)
-        return {name: value for name, value in found.to_dict().items() if name not in ("windows", "stride")}
-
-    def quick(packed: Any) -> Any:
-        return ef.evaluate(forward, packed, calibration[:batch], against=reference, batch=batch)
-
-    pieces = [jnp.asarray(calibration[i : i + batch, :-1]) for i in range(0, len(calibration), batch)]
-    return Subject(params, forward, pieces, judge, quick)
-
-
-def char_model(small: bool) -> Subject:
-    known, held_out = (text.encode(text.topics(held_out=held)) for held in (False, True))
-    count = 8 if small else 64
-    windows = text.windows(known, char.LENGTH, count), text.windows(held_out, char.LENGTH, 8 if small else 32)
-    subject = language_model(char.CONFIG, char.load_params(), *windows, batch=8)
-    more = text.windows(known, char.LENGTH, 8 * count)[:, :-1].reshape(8, count, char.LENGTH)
-    subject.training = list(jnp.asarray(more.swapaxes(0, 1)))
-    return subject
-
-
-def smollm2(small: bool) -> Subject:
-    model = models.load(model_file(*SMOLLM2), dense=True)
-    length = 32 if small else 256
-    windows = [
-        text.windows(model.tokenizer.encode(text.topics(held_out=held)), length, count)
-        for held, count in ((False, 2 if small else 24), (True, 2 if small else 8))
-    ]
-    return language_model(model.config, model.params, *windows, batch=2)
-
-
-def minilm(small: bool) -> Subject:
-    path = model_file(*run_minilm.PACKAGE)
-    heads = json.loads((path.parent / "config.json").read_text())["num_attention_heads"]
-    tokenizer = models.Tokenizer.from_file(path.parent / "tokenizer.json", 128)
-    params = bert.nested(ef.load(path))
-    params.pop("pooler", None)
-    params = jax.tree.map(jnp.asarray, params)
-    forward = lambda params, batch: bert.embed(heads, params, *batch)  # noqa: E731
-    read = [labelled(held_out=False, limit=16 if small else 512), labelled(held_out=True, limit=32 if small else 4096)]
-    calibration, judged = (list(_padded(tokenizer, [s for s, _ in pairs])) for pairs in read)
-    labels = np.array([label for _, label in read[1]])
-
-    def vectors(packed: Any) -> np.ndarray:
-        return np.concatenate([np.asarray(forward(packed, batch), np.float64) for batch in judged])
-
-    exact = vectors(params)
-
-    def judge(packed: Any) -> dict[str, Any]:
-        found = vectors(packed)
-        right, before = (labels[_nearest(v)] == labels for v in (found, exact))
-        count = len(labels)
-        difference = right.astype(float) - before
-        return {
-            "sentences": count,
-            "cosine": float(np.mean(np.sum(found * exact, axis=-1))),
-            "accuracy": {"value": float(right.mean()), "error": float(right.std() / np.sqrt(count))},
-            "accuracy_change": {"value": float(difference.mean()), "error": float(difference.std() / np.sqrt(count))},
-            "same_neighbour": float(np.mean(_nearest(found) == _nearest(exact))),
-        }
-
-    return Subject(params, forward, calibration, judge)
-
-
-def labelled(*, held_out: bool, limit: int) -> list[tuple[str, str]]:
-    """Sentences and the topic each is from: its nearest neighbour should be from the same."""
-    from pydoc_data.topics import topics
-
-    held = set(text._HELD_OUT)
-    found = []
-    for name in sorted(topics):
-        if (name in held) == held_out:
-            plain = re.sub(r"\s+", " ", topics[name])
-            found += [(s.strip(), name) for s in re.split(r"(?<=[.:])\s", plain) if 40 < len(s) < 200]
-    return [found[i] for i in np.linspace(0, len(found) - 1, min(limit, len(found))).astype(int)]
-
-
-def _padded(tokenizer: Any, sentences: list[str], batch: int = 64) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    tokens, real = bert.padded([tokenizer.encode(sentence) for sentence in sentences])
-    for i in range(0, len(tokens), batch):
-        yield tokens[i : i + batch], real[i : i + batch]
-
-
-def _nearest(vectors: np.ndarray) -> np.ndarray:
-    return np.argmax(vectors @ vectors.T - 2 * np.eye(len(vectors)), axis=-1)
+def row_named(name: str) -> Row:
+    """A row of the table, or one with other options: "nf4, gptq, distilled@steps=256&rate=0.003"."""
+    base, _, changes = name.partition("@")
+    row = next((row for row in ROWS if row.name == base), None)
+    if row is None:
+        raise SystemExit(f"there is no row {base!r}; rows are {'; '.join(row.name for row in ROWS)}")
+    given = dict(change.split("=") for change in changes.split("&")) if changes else {}
+    return dataclasses.replace(row, name=name, **{k: type(getattr(row, k))(float(v)) for k, v in given.items()})
 
 
 MODELS = {"char": char_model, "minilm": minilm, "smollm2": smollm2}
@@ -209,29 +126,38 @@ PACKAGES = {"minilm": run_minilm.PACKAGE[0], "smollm2": SMOLLM2[0]}
 
 def packed_of(subject: Subject, stats: Any, row: Row) -> Any:
     """The model in the formats of a row."""
-    calibration = {} if row.method == "round" else {"calibration": stats(), "method": row.method}
-    if row.budget is not None:
-        plan = ef.plan_bits(
-            subject.params,
-            stats(),
-            row.budget,
-            formats=FORMATS,
-            evaluate=subject.quick,
-            sensitivity=bool(subject.quick),
-        )
-        print(*(f"    {pattern}: {choice}" for pattern, choice in plan.rules.items()), sep="\n", flush=True)
-        packed = ef.quantize_tree(subject.params, plan.rules, donate=False, **calibration)
-    else:
-        rules = {} if row.embedding == "same" else {"*embedding*": row.embedding}
-        packed = ef.quantize_tree(subject.params, rules, default=row.format, donate=False, **calibration)
-    if row.half:
-        packed = map_tree(in_half, packed, lambda node: isinstance(node, (ArrayNF4, ArrayInt)))
+    plain = dataclasses.replace(row, name="", steps=0, rate=0.0, norms=False)
+    if repr(plain) not in subject.made:  # the row before may differ in its distillation only
+        subject.made = {repr(plain): undistilled(subject, stats, row)}
+    packed = subject.made[repr(plain)]
     if row.steps:
         batches = subject.training or subject.batches
-        packed = ef.distill(
-            subject.forward, subject.params, packed, batches, steps=row.steps, learning_rate=row.rate, norms=row.norms
-        )
+        how: dict[str, Any] = {"steps": row.steps, "learning_rate": row.rate, "norms": row.norms}
+        how |= {} if subject.loss is None else {"loss": subject.loss}
+        packed = ef.distill(subject.forward, subject.params, packed, batches, **how)
     return packed
+
+
+def undistilled(subject: Subject, stats: Any, row: Row) -> Any:
+    calibration = {} if row.method == "round" else {"calibration": stats(), "method": row.method}
+    if row.budget is not None:
+        rules, default = plan_of(subject, stats, row.budget), None
+    else:
+        rules, default = {} if row.embedding == "same" else {"*embedding*": row.embedding}, row.format
+    packed = ef.quantize_tree(subject.params, rules, default=default, donate=False, **calibration)
+    if row.twice:
+        again = ef.calibrate(subject.forward, ef.dequantize_tree(packed), subject.batches)
+        calibration = {**calibration, "calibration": again}
+        packed = ef.quantize_tree(subject.params, rules, default=default, donate=False, **calibration)
+    return map_tree(in_half, packed, lambda node: isinstance(node, (ArrayNF4, ArrayInt))) if row.half else packed
+
+
+def plan_of(subject: Subject, stats: Any, budget: str) -> Any:
+    """Rules of `plan_bits`, with sensitivities where they can be measured."""
+    options = {} if subject.quick is None else {"evaluate": subject.quick, "sensitivity": True}
+    plan = ef.plan_bits(subject.params, stats(), budget, formats=FORMATS, **options)
+    print(*(f"    {pattern}: {choice}" for pattern, choice in plan.rules.items()), sep="\n", flush=True)
+    return plan.rules
 
 
 def in_half(node: Any) -> Any:
@@ -312,12 +238,14 @@ def _cell(estimate: dict[str, float], unit: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="where results go, and where earlier ones are")
-    parser.add_argument("--small", "--quick", action="store_true", help="the character model only, a little of it")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"which of {', '.join(MODELS)}")
-    parser.add_argument("--rows", help="names of rows, separated by semicolons (default: all)")
+    parser.add_argument("--small", "--quick", action="store_true", help="a little of the character model, a few rows")
+    parser.add_argument("--models", help=f"which of {', '.join(MODELS)} (default: all; small: char)")
+    parser.add_argument("--rows", help="names of rows in the order to measure, separated by semicolons (default: all)")
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="for statistics, between runs")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
     parser.add_argument(
         "--table", action="store_true", help="print what is in the file, as Markdown, and measure nothing"
     )
@@ -328,25 +256,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.table:
         print(table(known))
         return
-    wanted = SMALL if options.small else [row.name for row in ROWS] if options.rows is None else options.rows.split(";")
-    for name in ["char"] if options.small else options.models.split(","):
+    usual = SMALL if options.small else [row.name for row in ROWS]
+    rows = [row_named(name) for name in (usual if options.rows is None else options.rows.split(";"))]
+    failed: list[str] = []
+    for name in (options.models or ("char" if options.small else ",".join(MODELS))).split(","):
         if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
             print(f"{name}: the package {PACKAGES[name]} is not installed")
             continue
         done = known["rows"].setdefault(name, {})
-        todo = [row for row in ROWS if row.name in wanted and row.name not in done]
+        todo = [row for row in rows if row.name not in done]
         if not todo:
             continue
         subject = MODELS[name](options.small)
+        print(f"{name}: read after {time.monotonic() - begun:.1f} s", flush=True)
         if options.small:
             subject.quick = None  # no sensitivities: a program for each kind of matrix takes long to compile
             todo = [dataclasses.replace(row, steps=min(row.steps, 2)) for row in todo]
         stats = statistics_of(name, subject, options.cache)
         for row in todo:
-            done[row.name] = measured(subject, stats, row)
-            print(shown(name, row.name, done[row.name]), flush=True)
+            if time.monotonic() - begun > options.limit:
+                print(f"{name}: no time was left for {row.name}", flush=True)
+                continue
+            try:
+                done[row.name] = measured(subject, stats, row)
+            except Exception:  # noqa: BLE001 - the other rows are measured all the same
+                failed.append(f"{name}: {row.name}")
+                traceback.print_exc()
+                continue
+            print(f"{time.monotonic() - begun:4.0f} s  {shown(name, row.name, done[row.name])}", flush=True)
             if options.json is not None:
-                options.json.write_text(json.dumps({**known, **facts()}, indent=1) + "\n")
+                known.setdefault("measured_on", {})[name] = facts()
+                options.json.write_text(json.dumps(known, indent=1) + "\n")
+    if failed:
+        raise SystemExit(f"not measured: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

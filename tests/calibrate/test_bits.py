@@ -64,6 +64,25 @@ def test_errors_are_those_of_the_products(diagonal_only: bool) -> None:
         assert leaf.error == pytest.approx(np.trace(e.T @ h @ e) / np.trace(w.T @ h @ w), rel=1e-4), leaf.path
 
 
+def test_errors_are_those_of_the_method() -> None:
+    params = params_of(layers=1)
+    stats = stats_of(params)
+    rounded = ef.plan_bits(params, stats, "4.6 bits", formats=("int3", "nf4"))
+    judged: list[Any] = []
+    plan = ef.plan_bits(params, stats, "4.6 bits", formats=("int3", "nf4"), method="gptq", evaluate=judged.append)
+    made = ef.quantize_tree(params, plan.rules, calibration=stats, method="gptq", donate=False, min_size=0)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), judged[0], made))
+    quantized = {leaf.path: leaf.value for leaf in open_tree(made).leaves}
+    dense = {leaf.path: leaf.value for leaf in open_tree(params).leaves}
+    for leaf, before in zip(plan.leaves, rounded.leaves, strict=True):
+        w, h = np.asarray(dense[leaf.path], np.float64), np.asarray(stats[leaf.path].moment)
+        e = np.asarray(quantized[leaf.path].materialize(), np.float64) - w
+        np.testing.assert_allclose(leaf.error, np.sum(e * (h @ e)) / np.sum(w * (h @ w)), rtol=1e-3)
+        assert leaf.error < before.error or leaf.config != before.config
+    with pytest.raises(ValueError, match="needs statistics"):
+        ef.plan_bits(params, None, "4.6 bits", method="gptq")
+
+
 def test_stacks_and_several_uses() -> None:
     rng = np.random.default_rng(5)
     w = jnp.asarray(rng.standard_normal((2, 64, 64)), jnp.float32)

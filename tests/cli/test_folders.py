@@ -16,6 +16,8 @@ import eformer as ef
 from eformer.cli import main
 from eformer.errors import CheckpointError
 
+from . import tiny
+
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}</s>{% endfor %}a"
 
 
@@ -81,6 +83,24 @@ def test_a_folder_is_quantized_by_other_methods(source: Path, tmp_path: Path, ca
     assert main(["quantize", str(source), str(tmp_path / "more"), *argv, "--method", "scale"]) == 0
     told = json.loads((tmp_path / "more" / "config.json").read_text())["quantization_config"]["groups"]
     assert {group["method"] for group in told} == {"scale"}
+
+
+def test_a_gguf_file_is_calibrated_on_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    gguf, text, out = tiny.write(tmp_path / "tiny.gguf"), tmp_path / "text.txt", tmp_path / "out.safetensors"
+    text.write_text("abcd dcba bacd " * 40)
+    argv = ["quantize", str(gguf), str(out), "--format", "int3", "--min-size", "0", "--rule", "token*=none", "--json"]
+    assert main(argv) == 0
+    plain, losses = ef.load(out), {}
+    for method in ("round", "gptq"):
+        assert main([*argv, "--force", "--calibrate", str(text), "--method", method]) == 0
+        capsys.readouterr()
+        assert main(["evaluate", str(out), "--text", str(text), "--against", str(gguf), "--json"]) == 0
+        losses[method] = json.loads(capsys.readouterr().out)["divergence"]["value"]
+        found = ef.load(out)
+        assert {name: (w.shape, type(w)) for name, w in found.items()} == {
+            name: (w.shape, type(w)) for name, w in plain.items()
+        }
+    assert 0 < losses["gptq"] < 0.8 * losses["round"]
 
 
 def test_a_run_that_was_stopped_goes_on(source: Path, tmp_path: Path):

@@ -9,6 +9,7 @@ happens, good as long as they are small.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 
 from eformer import _table
 from eformer._core import materialize
-from eformer._quantize.config import QuantizationConfig, quantize_stack
+from eformer._quantize.config import QuantizationConfig, check_method
 from eformer._quantize.leaves import nbytes_of, open_tree
+from eformer._quantize.methods import choose
 from eformer._quantize.plan import MIN_SIZE, SKIP, Choice, Decision, plan
 from eformer._quantize.statistics import LeafStatistics, check_statistics
 from eformer.errors import CalibrationWarning
@@ -100,6 +102,7 @@ def plan_bits(
     target: str | float | None = None,
     evaluate: Judge | None = None,
     sensitivity: bool = False,
+    method: str | None = None,
     min_size: int = MIN_SIZE,
     skip: Iterable[str] = SKIP,
 ) -> BitPlan:
@@ -116,6 +119,8 @@ def plan_bits(
             against=params)`; the plan then has what it `measured`.
         sensitivity: measure with `evaluate` how much the output depends on leaves of each kind (leaves whose paths
             differ in numbers only), one run for each, and weigh their errors by it.
+        method: count the errors that this method of `quantize_tree` leaves, with `stats`; by default those of rounding,
+            which take less time. Give `quantize_tree` the same one.
         min_size: as in `quantize_tree`.
         skip: as in `quantize_tree`.
 
@@ -133,7 +138,8 @@ def plan_bits(
         raise ValueError(
             "evaluate= is needed to measure a target or the sensitivity: a function of quantized parameters."
         )
-    table = _Table(params, stats, formats, min_size, skip)
+    check_method(method)
+    table = _Table(params, stats, formats, min_size, skip, method or "round")
     if sensitivity and evaluate is not None:
         table.weigh(evaluate)
     if budget is not None:
@@ -175,12 +181,13 @@ def _smallest(table: _Table, wanted: float, judge: Judge) -> BitPlan:
 class _Table:
     """Bytes and errors of every leaf in every format."""
 
-    def __init__(self, params: Any, stats: Any, formats: Any, min_size: int, skip: Iterable[str]):
+    def __init__(self, params: Any, stats: Any, formats: Any, min_size: int, skip: Iterable[str], method: str):
         if isinstance(formats, (str, Mapping, QuantizationConfig)) or not len(formats):
             raise ValueError(f"formats={formats!r} is not a choice; give a tuple of formats.")
         self.tree, self.weights = open_tree(params), {}
         options: dict[str, Any] = {"min_size": min_size, "skip": tuple(skip)}
         plans = [plan(self.tree.leaves, default=f, **options).decisions for f in formats if f is not None]
+        makers = _makers(plans, stats, method)
         first: dict[int, str] = {}
         self.rows: list[_Row] = []
         self.kept, self.size = 0, 0
@@ -189,7 +196,11 @@ class _Table:
             if not hasattr(leaf.value, "shape") or first.setdefault(id(leaf.value), leaf.path) != leaf.path:
                 continue  # tied weights count once
             self.size += math.prod(leaf.value.shape)
-            decided = [decisions[number] for decisions in plans if decisions[number].config is not None]
+            decided = [
+                (decisions[number], make[leaf.path])
+                for decisions, make in zip(plans, makers, strict=True)
+                if decisions[number].config is not None
+            ]
             dense = sum(nbytes_of(x) for x in jax.tree.leaves(leaf.value))
             if not decided:
                 self.kept += dense
@@ -236,12 +247,12 @@ class _Table:
     def made(self, chosen: BitPlan, only: str | None = None) -> Any:
         """The model in the formats of a plan; of one kind of leaf alone if it is named."""
         picked = {leaf.path: leaf.config for leaf in chosen.leaves if only is None or kind_of(leaf.path) == only}
-        batches = {row.path: row.batch for row in self.rows}
+        makers = {row.path: {o.config: o.make for o in row.options} for row in self.rows}
         made: dict[int, Any] = {}
         for leaf in self.tree.leaves:
             config = picked.get(leaf.path)
             if config is not None:
-                made[id(leaf.value)] = quantize_stack(jnp.asarray(leaf.value), config, batches[leaf.path])
+                made[id(leaf.value)] = makers[leaf.path][config](jnp.asarray(leaf.value))
         return self.tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in self.tree.leaves)
 
     def weigh(self, judge: Judge) -> None:
@@ -262,27 +273,46 @@ class _Option:
     config: QuantizationConfig | None
     nbytes: int
     error: float
+    make: Callable[[jax.Array], Any] = materialize
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
     path: str
     size: int
-    batch: int
     options: tuple[_Option, ...]
 
 
-def _row(decided: Sequence[Decision], stats: LeafStatistics | None, dense: int | None) -> _Row:
-    leaf, role = decided[0].leaf, decided[0].role
+def _makers(plans: Sequence[Sequence[Decision]], stats: Any, method: str) -> list[dict[str, Callable[..., Any]]]:
+    """For every format, what quantizes a leaf by its path."""
+    found = []
+    for number, decisions in enumerate(plans):
+        with warnings.catch_warnings():
+            if number:  # said of the first format already
+                warnings.simplefilter("ignore", CalibrationWarning)
+            chosen = choose(decisions, None if method == "round" else stats, method)
+        by_path = {d.leaf.path: d for d in decisions if d.config is not None}
+        found.append(
+            {
+                path: functools.partial(how.encode, config=d.config, decision=d)
+                for path, how in chosen.items()
+                for d in [by_path[path]]
+            }
+        )
+    return found
+
+
+def _row(decided: Sequence[tuple[Decision, Any]], stats: LeafStatistics | None, dense: int | None) -> _Row:
+    leaf = decided[0][0].leaf
     w = jnp.asarray(leaf.value)
     measure = error_of(w, stats, leaf.path)
     options = [] if dense is None else [_Option(None, None, dense, 0.0)]
-    for decision in decided:
+    for decision, make in decided:
         assert decision.config is not None
-        q = quantize_stack(w, decision.config, role.batch)
+        q = make(w)
         error = measure(materialize(q))
         if not math.isfinite(error):
             raise ValueError(f"{leaf.path!r} is not finite, or too large, as {decision.config.dtype}.")
         nbytes = sum(nbytes_of(x) for x in jax.tree.leaves(q))
-        options.append(_Option(short(decision.config), decision.config, nbytes, error))
-    return _Row(leaf.path, math.prod(leaf.value.shape), role.batch, tuple(options))
+        options.append(_Option(short(decision.config), decision.config, nbytes, error, make))
+    return _Row(leaf.path, math.prod(leaf.value.shape), tuple(options))

@@ -80,13 +80,12 @@ def distill(
     follow = dense if callable(dense) else functools.partial(jax.jit(implicit(forward)), dense)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, number: Any, values: Any, batch: Any, wanted: Any) -> tuple[Any, jax.Array]:
+    def step(state: Any, number: Any, rate: Any, values: Any, batch: Any, wanted: Any) -> tuple[Any, jax.Array]:
         def cost(trained: Any) -> jax.Array:
             return loss(implicit(forward)(tree.rebuild(model.moved(values, trained)), batch), wanted)
 
         trained, *averages = state
         found, gradient = jax.value_and_grad(cost)(trained)
-        rate = learning_rate * 0.5 * (1 + jnp.cos(jnp.pi * number / steps))
         return _adam(trained, gradient, averages, number + 1, rate), found
 
     zeros = model.start(values)
@@ -96,7 +95,8 @@ def distill(
             batch = next(given)
         except StopIteration:
             raise ValueError("batches is empty; give what forward takes, such as arrays of tokens.") from None
-        state, found = step(state, jnp.asarray(number, jnp.float32), values, batch, follow(batch))
+        rate = learning_rate * 0.5 * (1 + math.cos(math.pi * number / steps))
+        state, found = step(state, jnp.float32(number), jnp.float32(rate), values, batch, follow(batch))
         if not math.isfinite(now := float(found)):
             raise ValueError(
                 f"the loss of step {number + 1} is {now}: the output of a model is not finite, or learning_rate="

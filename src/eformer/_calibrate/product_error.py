@@ -24,12 +24,12 @@ def error_of(w: jax.Array, stats: LeafStatistics | None, path: str) -> Callable[
             "are of another model."
         )
     uses = stats.uses
-    moments = [use.diagonal if use.moment is None else use.moment for use in uses]
+    moments = [jnp.asarray(np.asarray(use.diagonal if use.moment is None else use.moment, np.float32)) for use in uses]
 
     def error(q: jax.Array) -> float:
         found = [
-            float(_weighted(q, w, jnp.asarray(np.asarray(m), jnp.float32), use.axes, use.stack, use.moment is None))
-            for use, m in zip(uses, moments, strict=True)
+            float(_weighted(q, w, moment, use.axes, use.stack, use.moment is None))
+            for use, moment in zip(uses, moments, strict=True)
         ]
         return max([*found, float(_plain(q, w))] if len(found) > 1 else found)
 

@@ -1,4 +1,4 @@
-"""`eformer quantize --calibrate TEXT`: the model of a folder reads a text first, so that methods know its inputs."""
+"""`eformer quantize --calibrate TEXT`: a model (folder or GGUF file) reads a text, so that methods know its inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from eformer._quantize.plan import Plan
 from eformer._quantize.report import report
 from eformer._quantize.tree import Reporter, quantize_tree
 from eformer.models import Model, forward, load, save_folder
-from eformer.models._adapter import file_names
+from eformer.models._adapter import file_names, save_file
 from eformer.serialization import StreamReport
 from eformer.serialization.streaming.quantize_file import StreamedLeaf
 
@@ -25,8 +26,13 @@ from ._commands import Failure, WrongUse
 WINDOW, BATCH, TOKENS = 256, 4, 8192
 
 
-def write_calibrated(options: argparse.Namespace, planned: Plan, size: Any, tell: Reporter) -> StreamReport:
-    """Do what was planned for the tensors of a folder, with statistics of what the model multiplies them with."""
+def write_calibrated(
+    options: argparse.Namespace, planned: Plan, size: Any, tell: Reporter, metadata: Mapping[str, str]
+) -> StreamReport:
+    """Do what was planned for the tensors of a model, with statistics of what it multiplies them with.
+
+    `metadata` goes into the file that a GGUF file becomes.
+    """
     begun = time.perf_counter()
     model = load(options.source, dense=True)
     if model.tokenizer is None:
@@ -39,7 +45,11 @@ def write_calibrated(options: argparse.Namespace, planned: Plan, size: Any, tell
         model.params, rules, default=None, min_size=0, skip=(), progress=tell, calibration=statistics,
         method=options.method,
     )  # fmt: skip
-    save_folder(options.target, dataclasses.replace(model, params=made), max_shard_size=size)
+    changed = dataclasses.replace(model, params=made)
+    if model.folder is None:
+        save_file(options.target, changed, metadata, size)
+    else:
+        save_folder(options.target, changed, max_shard_size=size)
     leaves = tuple(
         StreamedLeaf(names[leaf.path], None, leaf.format, dense[leaf.path], leaf.nbytes, leaf.method or "")
         for leaf in report(made).leaves
@@ -49,7 +59,7 @@ def write_calibrated(options: argparse.Namespace, planned: Plan, size: Any, tell
 
 def _turned(config: Any, name: str, model: Model) -> Any:
     """A configuration of a matrix as the file has it, (out, in), for the same one as the model has it."""
-    if config is None or name.endswith("embed_tokens.weight"):
+    if config is None or name.endswith(("embed_tokens.weight", "token_embd.weight")):
         return config
     swapped = {-1: -2, -2: -1, 0: -1, 1: -2, (-1,): -2, (-2,): -1}
     return dataclasses.replace(config, axis=swapped.get(config.axis, config.axis))
@@ -72,10 +82,10 @@ def check(options: argparse.Namespace, to_folder: bool) -> None:
         if options.method in ("gptq", "awq", "awq+gptq"):
             raise WrongUse(f"--method {options.method} looks at the inputs of matrices: give a text, --calibrate FILE.")
         return
-    if not to_folder:
+    if not to_folder and options.source.suffix != ".gguf":
         raise WrongUse(
             "--calibrate runs the model: the source must be a folder with config.json and a tokenizer, and the target "
-            "a folder, too."
+            "a folder, too; or a GGUF file, and the target a safetensors file."
         )
     if not options.calibrate.is_file():
         raise WrongUse(f"--calibrate {options.calibrate}: there is no such file.")

@@ -139,7 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="TEXT",
-        help="for folders: the model reads this file first, so that --method knows the inputs of every matrix",
+        help="for folders and GGUF files: the model reads this file first, so that --method knows what matrices are "
+        "multiplied with",
     )
     parser.add_argument(
         "--calibration-tokens", type=int, default=TOKENS, metavar="N", help=f"of the text (default: {TOKENS})"
@@ -170,14 +171,14 @@ def run(options: argparse.Namespace) -> int:
         print_json(found) if options.json else show_plan(found)
         return OK
     size = options.max_shard_size or (SHARD if to_folder else None)
+    notes = tokenizer_notes(source.opened)
     with reporter(False if options.quiet else None, "quantizing") as tell:
         try:
             if options.calibrate is not None:
-                done = write_calibrated(options, planned, size, tell)
+                done = write_calibrated(options, planned, size, tell, {**source.metadata, **notes})
             elif to_folder:
                 done = write_folder(source, planned, options.source, options.target, max_shard_size=size, progress=tell)
             else:
-                notes = tokenizer_notes(source.opened)
                 done = write_quantized(
                     source, planned, options.target, max_shard_size=size, metadata=notes, progress=tell
                 )

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from eformer.serialization import open_lazy, save
 from eformer.serialization.safetensors.writing import atomic_file
 from eformer.serialization.streaming.quantize_folder import CONFIG, SHARD, WEIGHTS, other_files
 
+from . import _llama_file as llama_file
 from ._families import MATRICES, described
 from ._folder import read_json
 from ._generate import Model
@@ -154,6 +155,23 @@ def save_folder(folder: str | os.PathLike[str], model: Model, *, max_shard_size:
     return folder
 
 
+def save_file(
+    file: str | os.PathLike[str], model: Model, metadata: Mapping[str, str], max_shard_size: int | str | None = None
+) -> Path:
+    """Write a model that was read from a GGUF file as a safetensors file, which `load` reads.
+
+    `metadata` holds what the GGUF file says of the model and its tokenizer.
+    """
+    save(file, dict(llama_file.tensors(model.params, _turned)), metadata=metadata, max_shard_size=max_shard_size)
+    return Path(file)
+
+
+def _named(model: Model) -> Iterator[tuple[str, Any]]:
+    if model.folder is None:
+        return llama_file.tensors(model.params, _turned)
+    return _tensors(model, read_json(model.folder / CONFIG))
+
+
 def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """All weights under the names of the checkpoint."""
     family = described(config).family
@@ -183,13 +201,11 @@ def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def file_names(model: Model) -> dict[str, str]:
-    """For every leaf of a model from a folder, by its path, the name of its tensor; of experts that of the first."""
-    if model.folder is None:
-        raise ValueError("the model was not loaded from a folder, so the names of its tensors are not known.")
+    """For every leaf of a model, by its path, the name of its tensor in the file; of experts that of the first."""
     tree = open_tree(model.params)
     numbered = tree.rebuild(np.full((*x.value.shape[:-2], 1, 1), i) for i, x in enumerate(tree.leaves))
     names: dict[str, str] = {}
-    for name, number in _tensors(dataclasses.replace(model, params=numbered), read_json(model.folder / CONFIG)):
+    for name, number in _named(dataclasses.replace(model, params=numbered)):
         names.setdefault(tree.leaves[int(number.flat[0])].path, name)
     return names
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,16 @@ def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
     return Model(
         config, params, Tokenizer.from_metadata(notes), notes.get("tokenizer.ggml.eos_token_id"), template=template
     )
+
+
+def tensors(params: Mapping[str, Any], turned: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    """The weights under their names in the file; `turned` makes a matrix (out, in) again."""
+    yield "token_embd.weight", params["embedding"]
+    yield "output_norm.weight", params["norm"]
+    for number, layer in enumerate(params["layers"]):
+        for our, value in layer.items():
+            name = _NORMS[our] if our in _NORMS else _MATRICES[our]
+            yield f"blk.{number}.{name}.weight", value if our in _NORMS else turned(value)
 
 
 def model_file(module: str, distribution: str, pattern: str) -> Path:

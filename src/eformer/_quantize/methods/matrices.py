@@ -13,7 +13,7 @@ from . import gptq
 from .grids import Grid, Zero
 from .search import search
 
-WORKING_BYTES = 1 << 28
+WORKING_BYTES, WORKING_BYTES_OF_ACCELERATORS = 1 << 28, 1 << 32
 FREE_POWER = 2.4
 
 
@@ -23,7 +23,8 @@ def in_parts(f: Callable[..., Any], sizes: tuple[int, int, int], *arrays: Any, *
     Arrays have the stack in front, or are None. What lies on disk is read when its turn comes.
     """
     s, k, n = sizes
-    some = max(1, min(s, WORKING_BYTES // (4 * k * (2 * k + 4 * n) + 1)))
+    room = WORKING_BYTES if jax.default_backend() == "cpu" else WORKING_BYTES_OF_ACCELERATORS
+    some = max(1, min(s, room // (4 * k * (2 * k + 4 * n) + 1)))
     some = next(size for size in range(some, 0, -1) if s % size == 0)
     results = [
         f(*(None if a is None else jnp.asarray(a[at : at + some], _dtype(a)) for a in arrays), **options)
