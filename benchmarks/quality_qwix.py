@@ -8,6 +8,7 @@ model judges its parameters. Needs `pip install --no-deps qwix`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import qwix
-from qwix.contrib import gptq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _timing import write_json
+
+if importlib.util.find_spec("qwix") is None:
+    print("qwix is not installed: pip install --no-deps qwix")
+    raise SystemExit(0)
+import qwix
+from qwix.contrib import gptq
 
 import eformer as ef
 from demo import char, text

@@ -291,14 +291,12 @@ def _makers(plans: Sequence[Sequence[Decision]], stats: Any, method: str) -> lis
             if number:  # said of the first format already
                 warnings.simplefilter("ignore", CalibrationWarning)
             chosen = choose(decisions, None if method == "round" else stats, method)
-        by_path = {d.leaf.path: d for d in decisions if d.config is not None}
-        found.append(
-            {
-                path: functools.partial(how.encode, config=d.config, decision=d)
-                for path, how in chosen.items()
-                for d in [by_path[path]]
-            }
-        )
+        makers: dict[str, Callable[..., Any]] = {}
+        for decision in decisions:
+            if decision.config is not None:
+                how = chosen[decision.leaf.path]
+                makers[decision.leaf.path] = functools.partial(how.encode, config=decision.config, decision=decision)
+        found.append(makers)
     return found
 
 
