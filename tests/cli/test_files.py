@@ -148,7 +148,9 @@ def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "SQNR dB" in text
     assert f"{found['bits_per_weight']:.2f} bits per weight" in text
     gguf = tiny.write(tmp_path / "tiny.gguf", "Q8_0")
-    run(capsys, "quantize", gguf, tmp_path / "tiny.safetensors")
+    kept = run(capsys, "quantize", gguf, tmp_path / "kept.safetensors")  # nobody asks to round again
+    assert kept["formats"].keys() == {"as it was", "dense"}
+    run(capsys, "quantize", gguf, tmp_path / "tiny.safetensors", "--format", "nf4")
     found = run(capsys, "report", tmp_path / "tiny.safetensors", "--against", gguf)
     errors = [leaf["relative_error"] for leaf in found["leaves"] if leaf["format"] == "nf4"]
     assert len(errors) == 2 * 5  # attn_k and attn_v have fewer than 4096 values

@@ -139,8 +139,9 @@ def in_blocks(kind: str) -> Callable[..., Made]:
 
 def pack_quantized(
     rng: Any, *, bits: int = 4, group: int = 32, size: int = 96, zeros: bool = False, crossing: bool = True,
-    act_order: bool = False,
+    act_order: bool = False, old: bool = False,
 ) -> Made:  # fmt: skip
+    """`old`: as the first versions did, with zero points in a byte each, and -1 for rows that are in order."""
     out, groups = 10, -(-size // group)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     codes = rng.integers(low, high, (out, size))
@@ -154,6 +155,8 @@ def pack_quantized(
     }
     if zeros:
         tensors["m.weight_zero_point"] = np.ascontiguousarray(pack(points.T + high, bits).T)
+    if old:
+        tensors |= {"m.weight_zero_point": points.astype(np.int8), "m.weight_g_idx": np.full(size, -1, np.int32)}
     g_idx = np.arange(size) // group
     if act_order:
         g_idx = rng.permutation(g_idx)
@@ -177,13 +180,23 @@ def int_quantized(rng: Any, *, zeros: bool = False, groups: int = 1) -> Made:
     return tensors, {"quant_method": "compressed-tensors"}, values
 
 
-def fp8(rng: Any, *, name: str = "weight_scale_inv", scale: tuple[int, ...] = (2, 3), e5m2: bool = False) -> Made:
+def llm_int8(rng: Any) -> Made:
+    codes, largest = rng.integers(-127, 128, (6, 64), dtype=np.int8), np.abs(rng.standard_normal(6)).astype(np.float32)
+    values = codes * (largest / np.float32(127))[:, None]
+    return {"m.weight": codes, "m.SCB": largest, "m.weight_format": np.zeros(1, np.uint8)}, {}, values
+
+
+def fp8(
+    rng: Any, *, name: str = "weight_scale_inv", scale: tuple[int, ...] = (2, 3), e5m2: bool = False, e8m0: bool = False
+) -> Made:
     codes = rng.standard_normal((200, 300)).astype(ml_dtypes.float8_e5m2 if e5m2 else ml_dtypes.float8_e4m3fn)
     scales = np.asarray(np.abs(rng.standard_normal(scale)), np.float32)
+    stored = scales.astype(ml_dtypes.float8_e8m0fnu) if e8m0 else scales
+    scales = stored.astype(np.float32)
     spread = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     if spread.shape == (2, 3):
         spread = repeated(repeated(spread, 128, 300), 128, 200, 0)
-    return {"m.weight": codes, f"m.{name}": scales}, {"quant_method": "fp8"}, codes.astype(np.float32) * spread
+    return {"m.weight": codes, f"m.{name}": stored}, {"quant_method": "fp8"}, codes.astype(np.float32) * spread
 
 
 def mxfp4_experts(rng: Any) -> Made:

@@ -46,6 +46,8 @@ CASES: dict[str, Any] = {
     "pack-quantized, zero points": lambda rng: made.pack_quantized(rng, zeros=True),
     "pack-quantized, ragged": lambda rng: made.pack_quantized(rng, size=90),
     "pack-quantized, one group": lambda rng: made.pack_quantized(rng, group=96, zeros=True),
+    "pack-quantized, old": lambda rng: made.pack_quantized(rng, zeros=True, old=True),
+    "pack-quantized, act order, zero points": lambda rng: made.pack_quantized(rng, zeros=True, act_order=True),
     "pack-quantized, act order": lambda rng: made.pack_quantized(rng, act_order=True),
     "int-quantized": lambda rng: made.int_quantized(rng),
     "int-quantized, zero points": lambda rng: made.int_quantized(rng, zeros=True),
@@ -59,6 +61,9 @@ CASES: dict[str, Any] = {
     "fp8, tensor": lambda rng: made.fp8(rng, name="weight_scale", scale=(1,)),
     "fp8, scalar": lambda rng: made.fp8(rng, name="weight_scale", scale=()),
     "fp8, rows": lambda rng: made.fp8(rng, name="weight_scale", scale=(200, 1)),
+    "fp8, exponents": lambda rng: made.fp8(rng, e8m0=True),
+    "LLM.int8": made.llm_int8,
+    "awq, one group": lambda rng: made.awq(rng, group=64),
     "fp8, e5m2": lambda rng: made.fp8(rng, e5m2=True),
     "mxfp4 experts": made.mxfp4_experts,
 }  # fmt: skip
@@ -112,6 +117,15 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "groups for other rows": ("gptq", {"g_idx": last}, r"'m\.g_idx'.*int32\[95\].*needs the shape \[96\]"),
     "other bits": ("gptq", {"config": {"bits": 8}}, r"'m\.qzeros'.*fits no number of bits.*bits=8"),
     "absurd bits": ("gptq", {"config": {"bits": "4"}}, r"bits='4'.*allowed are \(2, 3, 4, 8\)"),
+    "bits that lie": (
+        "pack-quantized",
+        {"config": {"config_groups": {"a": {"weights": {"num_bits": 8}}}}},
+        r"'m\.weight_packed'.*no number of bits fits of \[8\]",
+    ),
+    "groups that lie": ("gptq", {"config": {"group_size": 64}}, r"'m\.scales'.*3 groups for 96.*'group_size': 32"),
+    "another layout": ("gptq", {"config": {"quant_method": "awq"}}, r"'m\.qweight'.*layout of gptq.*'awq'.*Pass quant"),
+    "an order without groups": ("gptq, act order", {"g_idx": None}, r"'m\.qweight'.*desc_act=True, but g_idx"),
+    "tiles of a GPU": ("LLM.int8", {"weight_format": lambda f: f + 1}, r"'m\.weight_format'.*is 1"),
     "an unknown convention": ("gptq", {"config": {"checkpoint_format": "v9"}}, r"checkpoint_format='v9'.*'gptq_v2'"),
     "zero points that are not symmetric": (
         "gptq",
@@ -173,7 +187,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown method": (
         "fp8, tiles",
         {"weight": None, "weight_scale_inv": None, "config": {"quant_method": "hqq"}},
-        r"quantized by 'hqq'.*read are awq.*open_lazy",
+        r"quantized by 'hqq'.*of what is read \(awq.*open_lazy",
     ),
 }
 

@@ -130,6 +130,17 @@ def test_a_gradient_keeps_no_dense_weight(path):
     assert kept < q.size * 4
 
 
+def test_what_stays_packed_is_not_rounded_again(path, tmp_path):
+    """Unless another format is asked for: `quantize` keeps the codes and scales of the file."""
+    report = files.quantize_file(path, tmp_path / "m.safetensors", min_size=0)
+    found = files.load(report.path)
+    packed = {n: array for n, array in files.load_gguf(path).items() if isinstance(array, ImplicitArray)}
+    assert {name.removeprefix("t.") for name in packed} == {"Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "MXFP4"}
+    for name, array in packed.items():
+        assert_same(found[name], array)
+    assert {leaf.name for leaf in report.leaves if leaf.format == "as it was"} == set(packed)
+
+
 def test_gguf_is_a_source_of_streaming(path, tmp_path):
     rules = {"*.Q8_0": "int8", "*.Q[2-6]_K": "nf4"}
     report = files.quantize_file(path, tmp_path / "m.safetensors", rules, default=None, min_size=0, skip=(), axis=-1)
@@ -143,4 +154,6 @@ def test_gguf_is_a_source_of_streaming(path, tmp_path):
             assert_same(found[name], quantize(w, dtype="nf4", axis=-1))
         else:
             assert np.asarray(found[name]).tobytes() == np.asarray(w).tobytes(), name
+    packed = {name for name, array in files.load_gguf(path).items() if isinstance(array, ImplicitArray)}
+    assert {name for name in packed if not isinstance(found[name], ImplicitArray)} == set()  # nobody asked to decode
     assert '"general.name": "tiny"' in files.open_lazy(report.path).metadata["gguf"]

@@ -153,13 +153,17 @@ def _slashed(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A leaf, its role, how to quantize it (None: it stays as it is), why, and the pattern that decided."""
+    """A leaf, its role, how to quantize it (None: it stays as it is), why, and the pattern that decided.
+
+    `by_default`: no rule decided, and no format was asked for.
+    """
 
     leaf: Leaf
     role: Role
     config: QuantizationConfig | None
     reason: str = ""
     rule: str | None = None
+    by_default: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +227,8 @@ def plan(
                 _check_format(leaf, wanted)
             why = _obstacle(leaf.value, role, min_size, kinds)
             config, why = (None, why) if why else _smaller(wanted, leaf.value, role, axis)
-        decisions.append(Decision(leaf, role, config, why, None if rule is None else rule.pattern))
+        by_default = rule is None and not asked
+        decisions.append(Decision(leaf, role, config, why, None if rule is None else rule.pattern, by_default))
     unused = ordered.unused(leaf.path for leaf in leaves)
     asking = [rule.pattern for rule in ordered if rule.config is not None]
     without_effect = [line for pattern in asking if (line := _without_effect(pattern, decisions))]

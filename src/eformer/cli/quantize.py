@@ -34,7 +34,7 @@ def from_options(options: argparse.Namespace) -> dict[str, Any]:
     rules = [_rule(text) for text in options.rule]
     if options.rules is not None:
         rules += _rules_file(options.rules)
-    default: Any = _choice(options.format)
+    default: Any = "nf4" if options.format is None else _choice(options.format)
     given = {"double_quant": True} if options.double_quant else {}
     given |= {} if options.block_size is None else {"block_size": options.block_size}
     given |= {"symmetric": False} if options.asymmetric else {}
@@ -43,6 +43,8 @@ def from_options(options: argparse.Namespace) -> dict[str, Any]:
         if default is None:
             raise WrongUse(f"{', '.join(given)}: an option of a format, and --format is {options.format!r}.")
         default = {"dtype": default, **given}
+    elif options.format == "nf4":  # by name, and not because nothing else was said
+        default = {"dtype": "nf4"}
     skip = tuple(name for name in options.skip.split(",") if name)
     return {"rules": rules, "default": default, "axis": options.axis, "min_size": options.min_size, "skip": skip}
 
@@ -97,9 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and the tokenizer too",
     )
     parser.add_argument("--force", action="store_true", help="replace what the target holds")
-    parser.add_argument(
-        "--format", default="nf4", help=f"for matrices no rule matches: {names}, or none (default: nf4)"
-    )
+    parser.add_argument("--format", help=f"for matrices no rule matches: {names}, or none (default: nf4)")
     parser.add_argument("--double-quant", action="store_true", help="for --format nf4: quantize the scales too")
     parser.add_argument(
         "--block-size",

@@ -108,7 +108,7 @@ _CT, _PACKED, _SCALE, _E4M3 = "compressed-tensors", ".weight_packed", ".weight_s
 _EXPERTS = {"_blocks": ("uint8",), "_scales": _E8M0}
 SCHEMES = (
     *(
-        Scheme("fp8", "fp8", {".weight": tuple(_FP8), scale: FLOATS}, _plan_fp8(scale), _make_fp8)
+        Scheme("fp8", "fp8", {".weight": tuple(_FP8), scale: (*FLOATS, _E8M0[1])}, _plan_fp8(scale), _make_fp8)
         for scale in (".weight_scale_inv", _SCALE)
     ),
     in_blocks(_CT, "mxfp4", _PACKED, "uint8", _SCALE, _E8M0),

@@ -25,6 +25,7 @@ from . import layouts
 from .gguf_format import DECODERS, MAGIC, GgufTensor, parse_gguf
 
 _CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache
+_COPIED = 1 << 22  # bytes copied at a time
 
 # Types that stay packed: what holds them exactly, and bytes in front of the codes.
 PACKED: dict[str, tuple[str, int]] = {
@@ -80,10 +81,16 @@ class GgufFile(Mapping[str, Any]):
         if tensor.type.dtype is not None:
             return self._plain(tensor)
         if not dense and tensor.type.name in PACKED:
-            blocks = (*tensor.shape[:-1], tensor.shape[-1] // tensor.type.values, tensor.type.nbytes)
-            return _packed(self._bytes(tensor).reshape(blocks), tensor.type.name, dtype)
+            raw = self._copied(tensor).reshape(_blocks_of(tensor))
+            return jax.block_until_ready(_packed(raw, tensor.type.name, dtype))
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         return jax.device_put(self.decode_into(aligned_empty(nbytes), name, dtype))
+
+    def abstract(self, name: str) -> tuple[Any, dict[int, str]]:
+        """What `read` gives of a type that stays packed, with shapes in place of arrays."""
+        tensor = self._known(name)
+        raw = jax.ShapeDtypeStruct(_blocks_of(tensor), jnp.uint8)
+        return jax.eval_shape(lambda raw: _packed(raw, tensor.type.name, jnp.dtype(jnp.float32)), raw), {}
 
     def decode_into(self, buffer: np.ndarray, name: str, dtype: Any = np.float32) -> np.ndarray:
         """A tensor stored in blocks, decoded in memory of the caller: bytes, at least as many as it takes."""
@@ -103,6 +110,7 @@ class GgufFile(Mapping[str, Any]):
             with np.errstate(all="ignore"):  # a scale may be anything, infinite included
                 values = DECODERS[tensor.type.name](raw[first : first + step])
             yield first * tensor.type.values, values.reshape(-1)
+        self._forget(tensor.start, tensor.nbytes)
 
     def _known(self, name: str) -> GgufTensor:
         if name not in self.tensors:
@@ -112,6 +120,20 @@ class GgufFile(Mapping[str, Any]):
     def _bytes(self, tensor: GgufTensor) -> np.ndarray:
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start) if tensor.nbytes else np.empty(0, "u1")
 
+    def _copied(self, tensor: GgufTensor) -> np.ndarray:
+        """The bytes of a tensor in memory of their own."""
+        raw, copy = self._bytes(tensor), aligned_empty(tensor.nbytes)
+        for first in range(0, tensor.nbytes, _COPIED):
+            copy[first : first + _COPIED] = raw[first : first + _COPIED]
+            self._forget(tensor.start + first, min(_COPIED, tensor.nbytes - first))
+        return copy
+
+    def _forget(self, start: int, nbytes: int) -> None:
+        """Pages of the map that were read need not stay in memory; who reads them again gets them again."""
+        first = start - start % mmap.PAGESIZE
+        if nbytes and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
+
     def plain_view(self, name: str) -> np.ndarray:
         """A tensor that is stored as a plain array, as a view of the file."""
         tensor = self._known(name)
@@ -120,6 +142,10 @@ class GgufFile(Mapping[str, Any]):
     def _plain(self, tensor: GgufTensor) -> Any:
         view = self.plain_view(tensor.name)
         return jax.device_put(view) if fits_jax(view.dtype) else view
+
+
+def _blocks_of(tensor: GgufTensor) -> tuple[int, ...]:
+    return (*tensor.shape[:-1], tensor.shape[-1] // tensor.type.values, tensor.type.nbytes)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -24,6 +24,7 @@ from .scheme import (
     Parts,
     Read,
     Scheme,
+    check_method,
     expect,
     group_size,
     number,
@@ -56,6 +57,7 @@ def _fits_gptq(parts: Parts) -> bool:
 
 def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     codes, zeros, (groups, out) = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape
+    check_method(config, "gptq", ("awq",))
     stated = None if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
     fitting = [b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
     fitting = sorted(fitting, key=lambda b: (b != stated, out * b % 32 != 0))
@@ -64,7 +66,10 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         raise wrong(".qzeros", f"{what} in {_GPTQ_BITS}; the quantization config says bits={stated}.")
     bits = fitting[0]
     size = codes.shape[0] * 32 // bits
-    group = group_size(config.get("group_size"), size, groups, ".scales")
+    group = group_size(None if config.get("dynamic") else config.get("group_size"), size, groups, ".scales")
+    if config.get("desc_act") is True and group is not None and ".g_idx" not in parts:
+        what = "was made with desc_act=True, but g_idx, which says the group of every row, is not there."
+        raise wrong(".qweight", what, "Fetch all files, or pass quantization={'desc_act': False} if rows are in order.")
     order = row_order(parts, ".g_idx", size, group or size, groups, read)
     version = config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
@@ -131,12 +136,13 @@ def _fits_awq(parts: Parts) -> bool:
 
 
 def _plan_awq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    check_method(config, "awq", ("gptq",))
     version, bits = str(config.get("version", "gemm")).lower(), config.get("bits", config.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         what = f"is of AWQ version={version!r:.50}, bits={bits!r:.50}; 4 bits of version 'gemm' are read."
         raise wrong(".qweight", what, "Convert it to that version with AutoAWQ.")
     size, groups = parts[".qweight"].shape[0], parts[".scales"].shape[0]
-    return {"group": group_size(config.get("group_size"), size, groups, ".scales")}
+    return {"group": group_size(config.get("group_size", config.get("q_group_size")), size, groups, ".scales")}
 
 
 def _make_awq(arrays: Any, *, group: Any, dtype: str) -> Any:
@@ -179,7 +185,8 @@ def _make_mlx(arrays: Any, *, bits: int, group: int, dtype: str) -> Any:
 def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     codes, scales = parts[".weight_packed"], parts[".weight_scale"]
     rows, size = map(int, read(".weight_shape")) if parts[".weight_shape"].shape == (2,) else (0, 0)
-    if rows != codes.shape[0] or len(scales.shape) != 2 or scales.shape[0] not in (1, rows) or size < 1:
+    shape = scales.shape if len(scales.shape) == 2 else (1, 1) if scales.shape in ((), (1,)) else (0, 0)
+    if rows != codes.shape[0] or shape[0] not in (1, rows) or size < 1:
         what = f"says {[rows, size]}, but the codes are {text_of(codes)} and the scales {text_of(scales)}."
         raise wrong(".weight_shape", what)
 
@@ -189,14 +196,21 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
 
     ways = [(b, stream) for b in _BITS for stream in (False, True) if words(size, b, stream) == codes.shape[1]]
     stated = weight_groups(config)
-    ways = [way for way in ways if way[0] in [group.get("num_bits") for group in stated]] or ways
+    numbers = [group["num_bits"] for group in stated if group.get("num_bits") is not None]
+    ways = [way for way in ways if not numbers or way[0] in numbers]
     if not ways:
-        raise wrong(".weight_packed", f"is {text_of(codes)}, but rows have {size} values: no number of bits fits.")
-    (bits, stream), groups = ways[-1], scales.shape[1]
-    expect(parts, ".weight_zero_point", (words(rows, bits, stream), groups), f"{rows} rows of {groups} zero points")
-    sizes = [s for s in (g.get("group_size") for g in stated) if type(s) is int and s > 0 and -(-size // s) == groups]
+        what = f"is {text_of(codes)}, but rows have {size} values: no number of bits fits"
+        raise wrong(".weight_packed", f"{what}{f' of {numbers[:8]}, as config_groups says' * bool(numbers)}.")
+    (bits, stream), groups = ways[-1], shape[1]
+    if ".weight_zero_point" in parts:
+        unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them
+        lines = rows if unpacked else words(rows, bits, stream)
+        expect(parts, ".weight_zero_point", (lines, groups), f"{rows} rows of {groups} zero points")
+    sizes = [s for s in (g.get("group_size") for g in stated) if type(s) is int and s > 0]
+    sizes = [s for s in sizes if -(-size // s) == groups] or sizes[:1]
     group = group_size(sizes[0] if sizes else None, size, groups, ".weight_scale")
-    order = row_order(parts, ".weight_g_idx", size, group or size, groups, read)
+    in_order = ".weight_g_idx" in parts and bool((read(".weight_g_idx") == -1).all())  # its way to say so
+    order = None if in_order else row_order(parts, ".weight_g_idx", size, group or size, groups, read)
     return {"bits": bits, "stream": stream, "rows": rows, "size": size, "group": group, "order": order}
 
 
@@ -214,9 +228,12 @@ def _make_packed(
     codes = unpack(arrays[".weight_packed"], bits)[:, :size]
     codes = codes if order is None else codes[:, order]
     zero = arrays.get(".weight_zero_point")
-    if zero is not None:
+    if zero is not None and zero.dtype == jnp.int8:
+        zero = layouts.unsigned(zero + np.int8(-(2 ** (bits - 1)))) & np.uint8(2**bits - 1)
+    elif zero is not None:
         zero = layouts.along(unpack, zero, bits, 0)[:rows]
-    scale = jnp.broadcast_to(arrays[".weight_scale"], (rows, arrays[".weight_scale"].shape[1]))
+    scale = arrays[".weight_scale"]
+    scale = jnp.broadcast_to(scale, (rows, scale.shape[1] if scale.ndim == 2 else 1))
     return permuted(integers(codes, scale, zero=zero, bits=bits, block_size=group, dtype=dtype), order)
 
 
@@ -245,16 +262,36 @@ def _shifted(codes: Any) -> Any:
     return layouts.unsigned(codes) ^ np.uint8(128)
 
 
+# -- bitsandbytes, LLM.int8(): the largest magnitude of every row became 127 -------------------------------------------
+
+
+def _plan_llm_int8(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+    expect(parts, ".SCB", parts[".weight"].shape[:1], "a weight with a number for each row")
+    form = int(read(".weight_format").reshape(-1)[0]) if ".weight_format" in parts else 0
+    if form != 0:
+        what = f"is {form}: the tiles of some GPU. Only 0, rows, is read."
+        raise wrong(".weight_format", what, "Save it again with bitsandbytes.")
+    return {}
+
+
+def _make_llm_int8(arrays: Any, *, dtype: str) -> Any:
+    largest = arrays[".SCB"].reshape(-1, 1)
+    # Dividing by a value XLA cannot turn into a factor.
+    return Array8B(largest / jnp.where(largest < jnp.inf, 127, jnp.nan), arrays[".weight"], dtype=jnp.dtype(dtype))
+
+
 _CT = "compressed-tensors"
 _PACKED = {".weight_packed": WORDS, ".weight_scale": FLOATS, ".weight_shape": ("int32", "int64")}
-_SORTED = {".weight_zero_point": WORDS, ".weight_g_idx": ("int32",)}
+_SORTED = {".weight_zero_point": (*WORDS, "int8"), ".weight_g_idx": ("int32",)}
 _MLX = {".weight": ("uint32",), ".scales": FLOATS, ".biases": FLOATS}
 _INT8 = {".weight": ("int8",), ".weight_scale": FLOATS}
+_LLM_INT8 = {".weight": ("int8",), ".SCB": ("float32",)}
 
 SCHEMES = (
     Scheme("gptq", "gptq", _GPTQ, _plan_gptq, _make_gptq, {".g_idx": ("int32",)}, fits=_fits_gptq, check=_check_gptq),
     Scheme("awq", "awq", _GPTQ, _plan_awq, _make_awq, fits=_fits_awq),
     Scheme("mlx", "mlx", _MLX, _plan_mlx, _make_mlx, ndim=0),
     Scheme("pack-quantized", _CT, _PACKED, _plan_packed, _make_packed, _SORTED),
+    Scheme("LLM.int8", "bitsandbytes", _LLM_INT8, _plan_llm_int8, _make_llm_int8, {".weight_format": ("uint8",)}),
     Scheme("int-quantized", _CT, _INT8, _plan_int8, _make_int8, {".weight_zero_point": ("int8",)}),
 )

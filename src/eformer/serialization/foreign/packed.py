@@ -150,7 +150,8 @@ class PackedCheckpoint(LazyCheckpoint):
                 numbers = self._numbers(weight)
                 arrays = {suffix: self._stored(weight.tensors[suffix]) for suffix in self._operands(weight)}
                 weight.scheme.check(arrays, **numbers)
-                made = _made(weight.scheme.make, *_split(numbers, arrays))
+                # Waited for: else the next weights are read while this one's tensors are still needed.
+                made = jax.block_until_ready(_made(weight.scheme.make, *_split(numbers, arrays)))
         is_split = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
         return made.with_sharding(sharding) if is_split and hasattr(made, "with_sharding") else made
 
@@ -255,12 +256,21 @@ def open_checkpoint(
         config = {}  # nothing here needs it
     method = config.get("quant_method")
     if not weights and method not in (None, "eformer", *_MAY_BE_DENSE):
-        known = ", ".join(sorted({"bitsandbytes", *(scheme.method for scheme in SCHEMES)}))
-        what = f"is quantized by {method!r:.50}, as its config.json says, but no tensors here are known as such"
-        raise CheckpointError(f"{what}; read are {known}.", file=files.path, fix=_RAW)
+        raise _unknown(files, method)
     if not weights:
         return LazyCheckpoint(files, memory_map=memory_map)
     return PackedCheckpoint(files, weights, config, fallback=fallback, memory_map=memory_map)
+
+
+def _unknown(files: Any, method: Any) -> CheckpointError:
+    """The error of a file whose configuration names a method, but which has no weight that is known."""
+    known = ", ".join(sorted({"bitsandbytes", *(scheme.method for scheme in SCHEMES)}))
+    entries = {name: owner.entry(name) for name, owner in files.owners.items()}
+    odd = next((n for n, e in entries.items() if e.dtype.name not in FLOATS and e.shape), None)
+    example = "" if odd is None else f", such as {odd!r} {text_of(entries[odd])}"
+    what = f"is quantized by {method!r:.50}, as its config.json says, but no tensors here make a weight of what is read"
+    fix = f"Convert it with the program that made it, or take the dense checkpoint. {_RAW}"
+    return CheckpointError(f"{what} ({known}){example}.", file=files.path, fix=fix)
 
 
 def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:

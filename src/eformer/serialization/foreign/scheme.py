@@ -89,12 +89,21 @@ def number(config: Config, key: str, allowed: tuple[int, ...]) -> int | None:
 
 
 def group_size(stated: Any, size: int, groups: int, suffix: str) -> int | None:
-    """How many values share a scale: what is stated if it fits, else equal groups; None for whole rows."""
+    """How many values share a scale: what is stated, which must fit, else equal groups; None for whole rows."""
     if groups == 1:
         return None
     if is_count(stated) and stated and -(-size // stated) == groups:
         return stated
-    if not groups or size % groups:
+    if stated is not None or not groups or size % groups:
         what = f"has {groups} groups for {size} values, and the quantization config says group_size={stated!r:.50}."
-        raise wrong(suffix, what, "Pass quantization={'group_size': ...}: how many values share a scale.")
+        fits = size // groups if groups and size % groups == 0 else "..."
+        raise wrong(suffix, what, f"Pass quantization={{'group_size': {fits}}}: how many values share a scale.")
     return size // groups
+
+
+def check_method(config: Config, method: str, others: tuple[str, ...]) -> None:
+    """Raise if the configuration names one of the other methods, whose layout is another one."""
+    stated = config.get("quant_method")
+    if isinstance(stated, str) and stated in others:
+        what = f"has the layout of {method}, but the quantization config says quant_method={stated!r}."
+        raise wrong(".qweight", what, f"Pass quantization={{'quant_method': {method!r}}} if that is what it is.")

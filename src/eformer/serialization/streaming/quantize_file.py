@@ -29,7 +29,7 @@ from eformer.errors import CheckpointError
 from ..checkpoint.index import index_path
 from ..checkpoint.load import LazyCheckpoint
 from ..checkpoint.save import check_target, checked_metadata, shards_of
-from ..foreign.gguf import GgufFile
+from ..foreign.gguf import PACKED, GgufFile
 from ..foreign.packed import PackedCheckpoint, open_checkpoint
 from ..safetensors.header import about, named_dtype
 from ..safetensors.reading import aligned_empty
@@ -42,7 +42,7 @@ class SourceLeaf:
     """A leaf of the input.
 
     `value` is the leaf with shapes in place of arrays. `copy` gives each of its tensors in chunks, `read` a dense leaf
-    in a buffer of bytes.
+    in a buffer of bytes. `kept` is the leaf as it is where nobody asks for another format: packed.
     """
 
     leaf: Leaf
@@ -50,6 +50,7 @@ class SourceLeaf:
     copy: Mapping[str, Callable[[], Iterable[np.ndarray]]]
     read: Callable[[np.ndarray], np.ndarray] | None = None
     announce: Callable[[], None] = lambda: None
+    kept: SourceLeaf | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _safetensors_leaf(checkpoint: LazyCheckpoint, name: str, owners: Mapping[str
     return SourceLeaf(leaf, value, copy, lambda buffer: file.read_into(buffer, tensor), lambda: file.announce(tensor))
 
 
-def _packed_leaf(checkpoint: PackedCheckpoint, name: str) -> SourceLeaf:
+def _packed_leaf(checkpoint: PackedCheckpoint | GgufFile, name: str) -> SourceLeaf:
     """A weight another program quantized: it is arranged as ours when the first of its tensors is written."""
     value = checkpoint.abstract(name)[0]
     leaf = described_leaf(name, value, set(checkpoint) - {name})
@@ -110,7 +111,7 @@ def _packed_leaf(checkpoint: PackedCheckpoint, name: str) -> SourceLeaf:
 
 
 def _gguf_source(file: GgufFile) -> Source:
-    """Block types are decoded to f32."""
+    """Block types that stay packed do, unless another format is asked for; the others are decoded to f32."""
     described = {k: v for k, v in file.metadata.items() if isinstance(v, (str, bool, int, float))}
     leaves = [_gguf_leaf(file, name) for name in file]
     identity = [_identity(file.path, os.stat(file.path))]
@@ -128,6 +129,7 @@ def _gguf_leaf(file: GgufFile, name: str) -> SourceLeaf:
         value,
         {name: lambda: (values for _, values in file.decoded_chunks(name))},
         lambda buffer: file.decode_into(buffer, name),
+        kept=_packed_leaf(file, name) if tensor.type.name in PACKED else None,
     )
 
 
@@ -192,7 +194,7 @@ def quantize_file(
     arguments; of an input that changed meanwhile, nothing is reused.
 
     Args:
-        source: a safetensors file, an index of several, a folder that holds one of them, or a GGUF file (decoded).
+        source: a safetensors file, an index of several, a folder that holds one of them, or a GGUF file.
         target: the file to write.
         rules: as for `quantize_tree`: ordered `pattern -> format, configuration or None`, or one format for everything.
             The first pattern that matches the name of a leaf decides. Rules that decide nothing are warned of, and
@@ -214,7 +216,16 @@ def quantize_file(
 
 def plan_source(source: Source, rules: Any = None, **options: Any) -> Plan:
     """What becomes of every leaf of a file; options are those of `plan`."""
-    return plan([named_leaf(s.leaf.name, s.value) for s in source.leaves], rules, **options)
+    planned = plan([named_leaf(s.leaf.name, s.value) for s in source.leaves], rules, **options)
+    pairs = zip(source.leaves, planned.decisions, strict=True)
+    return dataclasses.replace(planned, decisions=tuple(d if s.kept is None else _kept(d) for s, d in pairs))
+
+
+def _kept(decision: Decision) -> Decision:
+    """The decision about a leaf that can stay packed."""
+    if decision.config is not None and not decision.by_default:
+        return decision
+    return dataclasses.replace(decision, config=None, reason="it is quantized already")
 
 
 def write_quantized(
@@ -276,6 +287,7 @@ def _steps(source: Source, planned: Plan) -> list[_Step]:
     shapes: dict[Any, Any] = {}
     steps = []
     for before, decision in zip(source.leaves, planned.decisions, strict=True):
+        before = before.kept if before.kept is not None and decision.config is None else before
         step = _Step(before, decision, before.leaf)
         if decision.config is not None:
             dtype = jax.dtypes.canonicalize_dtype(before.value.dtype)
