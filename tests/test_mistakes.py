@@ -39,17 +39,17 @@ def test_an_array_quantized_already_is_not_rounded_again(w, kind):
 
 def test_other_options_count_as_another_way(w, key):
     q = ef.quantize(w, dtype="nf4", block_size=32)
-    with pytest.raises(AlreadyQuantizedError, match=r"with block_size=32, and block_size=64 is asked for"):
+    with pytest.raises(AlreadyQuantizedError, match=r"with block_size=32, but block_size=64 was requested"):
         ef.quantize(q, dtype="nf4")
     with pytest.raises(AlreadyQuantizedError, match=r"axis=-2.*axis=-1"):
         ef.quantize(q, dtype="nf4", block_size=32, axis=-1)
     assert ef.quantize(q, dtype="nf4", block_size=32, axis=0) is q
-    with pytest.raises(AlreadyQuantizedError, match=r"with dtype=int8, and activations=int8 is asked for") as caught:
+    with pytest.raises(AlreadyQuantizedError, match=r"with dtype=int8, but activations=int8 was requested") as caught:
         ef.quantize(ef.quantize(w, dtype="int8"), dtype="int8", activations="int8")
     assert "eformer.ActivationArray(q, activations='int8')" in str(caught.value)
     with pytest.raises(AlreadyQuantizedError, match=r"dequantize\(q\)"):
         ef.quantize(q, dtype="nf4", activations="int8")  # blocks differ, too
-    with pytest.raises(AlreadyQuantizedError, match="quantized already"):
+    with pytest.raises(AlreadyQuantizedError, match="already quantized"):
         ef.implicit(lambda q: ef.quantize(q, dtype="int8"))(q)
     with pytest.raises(AlreadyQuantizedError, match="LoraArray"):
         ef.quantize(ef.add_lora({"w": q}, "*", 4, key)["w"], dtype="nf4")
@@ -223,7 +223,7 @@ def test_one_batch_is_no_list_of_batches(w):
 
 def test_what_is_no_statistics(w, stats):
     for budget in ("4.7 bits", 4.7):
-        with pytest.raises(TypeError, match=r"second argument is statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
+        with pytest.raises(TypeError, match=r"second argument is the statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
             ef.plan_bits({"w": w}, budget)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"stats='s.safetensors'.*Statistics.load"):
         ef.plan_bits({"w": w}, "s.safetensors", "4.7 bits")  # pyright: ignore[reportArgumentType]

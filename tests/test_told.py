@@ -114,7 +114,7 @@ def test_a_gradient_with_respect_to_packed_values(q):
 def test_add_lora_twice(q):
     once = ef.add_lora({"up": {"kernel": q}}, "*", 2, jax.random.key(0))
     with pytest.warns(
-        UnusedRuleWarning, match="'up/kernel' has an adapter already, which stays. Call merge_lora first"
+        UnusedRuleWarning, match="'up/kernel' already has an adapter, which stays. Call merge_lora first"
     ):
         twice = ef.add_lora(once, "*", 2, jax.random.key(1))
     assert twice["up"]["kernel"] is once["up"]["kernel"]

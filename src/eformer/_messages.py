@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+
+def shown(value: object) -> str:
+    """A value on one short line: an array by its dtype and shape, a container by its type, others by their repr.
+
+    >>> import numpy as np
+    >>> shown(np.ones((2, 3))), shown({"a": 1}), shown("nf4")
+    ('float64[2,3]', 'a dict of length 1', "'nf4'")
+    """
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{dtype}[{','.join(map(str, shape))}]"
+    if isinstance(value, (dict, list, tuple, set)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 NOT_A_DATACLASS = """\
 {name} derives from ImplicitArray but is not a dataclass of its own, so its fields are unknown.
 Decorate it:
@@ -41,36 +58,36 @@ BELOW_DECLARED_CORE = """\
 {name} was sliced below its core rank: its children have ranks {now}, too few for the {core} trailing axes that belong
 together (core_ndim={core}).
 This happens when vmap, scan or indexing maps over one of those axes. Map over a leading batch axis instead, or let vmap
-see the array and not its parts:
+see the array instead of its parts:
 
     implicit(jax.vmap(f))(q)"""
 
 MAPPED_CORE = """\
-jax.vmap maps axes of the arrays that {name} stores, and with these in_axes those are not the same axis of the array
-itself. Map the array, with vmap inside of implicit,
+jax.vmap maps over axes of the arrays that {name} stores, and these in_axes do not correspond to one axis of the array
+itself. Map over the array itself, with vmap inside implicit,
 
     implicit(jax.vmap(f, in_axes=...))(q)
 
-or move the axis to the front and map that."""
+or move that axis to the front first."""
 
 SHARDED_STORAGE = """\
-jax.shard_map splits the arrays that {name} stores by {spec}, and their axes are not those of the array itself.
-Split the array, with shard_map inside of implicit,
+jax.shard_map applies {spec} to the arrays that {name} stores, whose axes are not those of the array itself.
+Split the array itself, with shard_map inside implicit,
 
     implicit(jax.shard_map(f, in_specs=...))(q)
 
 or give a spec for every stored array: in_specs=q.child_specs({spec})."""
 
 SHARDED_RESULT = """\
-jax.shard_map joins the arrays that {name}, a result, stores by {spec}, and their axes are not those of the array.
-Give a spec for every stored array, which an array like the result on one device knows,
+jax.shard_map applies {spec} to the arrays that its result, {name}, stores, whose axes are not those of the array
+itself. Give a spec for every stored array; an array shaped like the result on one device provides them,
 
     out_specs=jax.eval_shape(ef.quantize, one_part).child_specs({spec})
 
 or let the body return a dense array."""
 
 SCANNED_STORAGE = """\
-jax.lax.associative_scan takes apart the arrays that {name} stores. Scan the array instead, inside of implicit:
+jax.lax.associative_scan takes apart the arrays that {name} stores. Scan the array itself, inside implicit:
 
     implicit(lambda q: jax.lax.associative_scan(f, q))(q)"""
 
@@ -86,6 +103,10 @@ TANGENT_AS_ARRAY = """\
 the derivative rule of a function was given the tangent of {name}, a pytree, and used it as an array.
 Functions with such rules (jax.custom_jvp) take arrays apart unless they are called under `implicit`: implicit(f)(x)."""
 
+NOTHING_TO_TRAIN = """\
+split_trainable: there is nothing to train. The model has no adapters (add_lora adds them), and `also=` names no dense
+leaves ("*" trains all of them)."""
+
 REFUSED = """\
 Refusing to materialize {array} ({dense_bytes:,} bytes dense){path} for {primitive} at {where}: the policy is "error".
 {cause}
@@ -94,7 +115,7 @@ Otherwise call materialize() explicitly, or relax the policy with materializatio
 WARNED = """\
 materializing {array} ({dense_bytes:,} bytes dense){path} for {primitive}. {cause}
 Otherwise call materialize() explicitly, or silence this with materialization_policy("allow") or
-warn_on_materialize=False. explain(f)(*args) lists all that a program f materializes."""
+warn_on_materialize=False. explain(f)(*args) lists everything that f materializes."""
 
 FORGOTTEN = "That function does not know {type}: wrap the call in implicit(...), as in implicit(f)(*args)."
 
@@ -113,7 +134,7 @@ no JAX primitive is called {name!r}.{hint}
 Pass the primitive object itself if it is your own."""
 
 NOT_A_PRIMITIVE = """\
-{name!r} is a function, and no JAX primitive is called so. Handlers are for the primitives it is made of: {made_of}.
+{name!r} is a function, not a JAX primitive. Handlers are registered for the primitives it uses: {made_of}.
 Register one of those, as in @register("dot_general")."""
 
 UNACCEPTED_PARAMS = """\
@@ -127,10 +148,10 @@ Register one for exactly these types, or give one of them a higher precedence=."
 
 BROKEN_KERNELS = """\
 the native {title} kernels in {path} cannot be used: {cause}.
-Products with quantized arrays take the tiled XLA path instead, which is slower. Reinstall eformer for this machine, or
-set EFORMER_KERNELS=0 to do without native kernels; `python -m eformer doctor` says more."""
+Products with quantized arrays fall back to the tiled XLA path, which is slower. Reinstall eformer for this machine, or
+set EFORMER_KERNELS=0 to run without native kernels; `python -m eformer doctor` says more."""
 
 MISSING_KERNELS = """\
 eformer: this installation has no native {title} kernels (there was no {compiler} when it was built, or EFORMER_NATIVE \
-was OFF), so products with quantized arrays take the tiled XLA path, which is slower. Reinstall eformer where there is \
-one, or set EFORMER_KERNELS=0 to hide this message."""
+was OFF), so products with quantized arrays take the tiled XLA path, which is slower. Reinstall eformer where the \
+compiler is available, or set EFORMER_KERNELS=0 to hide this message."""

@@ -39,7 +39,7 @@ class KernelFallbackWarning(EformerWarning, UserWarning):
 
 
 class UnusedRuleWarning(EformerWarning, UserWarning):
-    """A rule for the leaves of a model matched nothing, or another rule decided everything it matched."""
+    """A rule matched nothing, or an earlier rule already decided everything it matched."""
 
 
 class CalibrationWarning(EformerWarning, UserWarning):
@@ -88,11 +88,11 @@ class UnknownPrimitiveError(EformerError, ValueError):
 
 
 class AlreadyQuantizedError(EformerError, ValueError):
-    """An array that is quantized was to be quantized in another way, which would round it twice."""
+    """A quantized array was to be quantized again in another way, which would round it twice."""
 
     def __init__(self, what: str, found: str, asked: str, fix: str):
         super().__init__(
-            f"{what} is quantized already, with {found}, and {asked} is asked for. Nothing is quantized twice: {fix}"
+            f"{what} is already quantized, with {found}, but {asked} was requested. Nothing is quantized twice: {fix}"
         )
         self.what, self.found, self.asked = what, found, asked
 
@@ -122,7 +122,7 @@ class CheckpointError(EformerError, ValueError):
 
 
 class CalibrationError(EformerError, ValueError):
-    """Statistics of a model cannot be taken, read or used. The message names the leaf where there is one."""
+    """The statistics of a model cannot be computed, read or used. The message names the leaf where there is one."""
 
 
 class CommandError(EformerError):
@@ -132,6 +132,6 @@ class CommandError(EformerError):
 
 
 class CommandUsageError(CommandError):
-    """The arguments of a command make no sense together."""
+    """The arguments of a command do not fit together."""
 
     status = 2

@@ -187,9 +187,9 @@ def test_targets_and_sensitivity_are_measured() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({}, ValueError, "a budget or a target"),
-        ({"budget": "4 bits", "target": 0.1}, ValueError, "a budget or a target"),
-        ({"target": 0.1}, ValueError, "evaluate= is needed"),
+        ({}, ValueError, "either budget= or target="),
+        ({"budget": "4 bits", "target": 0.1}, ValueError, "either budget= or target="),
+        ({"target": 0.1}, ValueError, "needs evaluate="),
         ({"budget": "4.5 beans"}, ValueError, "4.25 bits"),
         ({"budget": "1 bits"}, ValueError, "too small: with the smallest"),
         ({"budget": 10**6, "formats": "nf4"}, ValueError, "a tuple of formats"),

@@ -253,7 +253,7 @@ def test_static_scales_come_from_statistics() -> None:
     assert error(both.x_scale, scale * np.array([1, 3]).reshape(2, 1, 1)) < 1e-7
     assert error(implicit(lambda q: q[1])(both).x_scale, [[3 * scale]]) < 1e-7
     assert error(jax.lax.scan(lambda _, q: (None, x @ q), None, both)[1][0], x @ implicit(lambda q: q[0])(both)) < 1e-7
-    with pytest.raises(ValueError, match="static=True takes the scale of inputs from statistics, and there are none"):
+    with pytest.raises(ValueError, match="static=True needs statistics of the inputs, and there are none"):
         quantize(w, dtype="int8", activations="int8", static=True)
     with pytest.raises(ValueError, match=r"statistics of an array of shape \(48, 32\)"):
         quantize(w.T, dtype="int8", activations="int8", static=True, statistics=stats)
@@ -283,12 +283,12 @@ def test_smoothing_moves_outliers_into_the_weight() -> None:
     assert made["smooth"]["embed"]["embedding"].x_scale is None  # looked up only
     one = quantize(w, dtype="int8", axis=0, activations="int8", smooth=0.5, statistics=found["up/kernel"])
     assert error(x @ one, want) < 0.03
-    for options, words in (({"smooth": 2.0}, "no number from 0"), ({"smooth": 0.5}, "smooth=0.5 takes the scale")):
+    for options, words in (({"smooth": 2.0}, "not a number from 0"), ({"smooth": 0.5}, "smooth=0.5 needs statistics")):
         with pytest.raises(ValueError, match=words):
             quantize(w, dtype="int8", activations="int8", **options)
     with pytest.raises(ValueError, match="goes with method='round', not with 'gptq'"):
         quantize_tree(params, {"*": smooth}, calibration=found, method="gptq", min_size=0, donate=False)
-    with pytest.raises(ValueError, match="takes the scale of inputs from statistics, and there are none"):
+    with pytest.raises(ValueError, match="needs statistics of the inputs, and there are none"):
         quantize_tree(params, {"*": smooth}, min_size=0, donate=False)
 
 
@@ -299,10 +299,10 @@ def test_bad_input() -> None:
             {"dtype": "int8", "activations": "int4"},
             "activations='int4' is unknown; allowed values are None, 'int8', 'fp8'",
         ),
-        ({"dtype": "int8", "activations": "fp8"}, "no product with int8 weights: int8 takes activations='int8'"),
+        ({"dtype": "int8", "activations": "fp8"}, "does not work with int8 weights: int8 takes activations='int8'"),
         ({"dtype": "fp8", "activations": "int8"}, "fp8 takes activations='fp8'. Integer formats"),
-        ({"dtype": "int8", "backward": "int8"}, "backward='int8' is an option of products that round their inputs"),
-        ({"dtype": "int8", "static": True}, "static=True is an option of products that round"),
+        ({"dtype": "int8", "backward": "int8"}, "backward='int8' is an option for products that round their inputs"),
+        ({"dtype": "int8", "static": True}, "static=True is an option for products that round"),
         ({"dtype": "int8", "activations": "int8", "simulate": True}, "no meaning with simulate=True"),
         ({"dtype": "int8", "activations": "int8", "backward": "bf16"}, "backward='bf16' is unknown"),
     ):
@@ -331,7 +331,7 @@ def test_configurations_and_rules() -> None:
     assert "int4 x int8" in str(ef.plan_tree(params, rules))
     with pytest.warns(ef.errors.UnusedRuleWarning, match="it is quantized already"):  # as it is asked for
         quantize_tree(made, rules)
-    with pytest.raises(ValueError, match="quantized already, with activations=fp8"):
+    with pytest.raises(ValueError, match="already quantized, with activations=fp8"):
         quantize_tree(made, {"up*": "int4", "down*": "fp8"})
     abstract = quantize_tree(params, rules, abstract=True)
     assert jax.tree.structure(abstract) == jax.tree.structure(made)

@@ -216,7 +216,7 @@ def test_a_cache_in_a_cache(kind: str):
     np.testing.assert_array_equal(moved.scale[:, 2:8], short.scale)
     assert not np.asarray(moved[:, :2].materialize()).any()
     other = filled("int4" if kind == "int8" else "int8")
-    with pytest.raises(ValueError, match="not quantized twice unasked"):
+    with pytest.raises(ValueError, match="never silently quantized twice"):
         implicit(lambda a, b: lax.dynamic_update_slice(a, b, (0, 2, 0, 0)))(long, other)
 
 

@@ -63,7 +63,7 @@ def test_what_arrays_refuse_is_refused_alike(q) -> None:
 @pytest.mark.parametrize("axis", [-1, -2, -3])
 @pytest.mark.parametrize("name", ARRAYS)
 def test_vmap_around_the_stored_arrays(name: str, axis: int, key: jax.Array) -> None:
-    """Along any axis plain vmap gives the right values or refuses; inside of implicit it is right."""
+    """Along any axis plain vmap gives the right values or refuses; inside implicit it is right."""
     q = STACKS[name](jax.random.normal(key, (8, 8, 8)), axis)
     dense = q.materialize()
     mapped = []
@@ -92,7 +92,7 @@ def test_an_axis_that_vmap_cannot_map_is_refused_at_every_use(key: jax.Array) ->
 
     def twice(r: Any) -> jax.Array:
         for use in (lambda: r.shape, lambda: jax.tree.leaves(r), lambda: r.materialize(), lambda: r * 2.0):
-            with pytest.raises(SlicedBelowCoreError, match="inside of implicit"):
+            with pytest.raises(SlicedBelowCoreError, match="inside implicit"):
                 use()
         return jnp.zeros(())
 

@@ -288,16 +288,16 @@ def test_what_is_unsure_is_listed_everywhere(tmp_path, capsys):
     tree = {"cls": jnp.ones((1, 1, 4096)), "odd": jnp.ones((3, 4096)), "up": {"kernel": jnp.ones((64, 64))}}
     planned = ef.plan_tree(tree)
     assert planned.unsure == ["cls", "odd"]
-    assert "cls        dense   it is unsure that a product uses it: it is a vector" in str(planned)
+    assert "cls        dense   it is unclear whether a product uses it: it is a vector" in str(planned)
     assert "up/kernel  nf4     role: kernel" in str(planned)
     source = files.save(tmp_path / "in.safetensors", tree)
     assert main(["quantize", str(source), str(tmp_path / "out.safetensors"), "--quiet"]) == 0
-    assert "left dense, because it is unsure that a product uses them: cls, odd\n" in capsys.readouterr().out
+    assert "left dense, as it is unclear whether a product uses them: cls, odd\n" in capsys.readouterr().out
     made = ef.quantize_tree(tree, donate=False)
     assert isinstance(made["odd"], jax.Array)
     asked = ef.quantize_tree(tree, donate=False, skip=())  # whoever knows better says so
     assert isinstance(asked["odd"], ef.ArrayNF4)
-    with pytest.warns(UserWarning, match=r"rule 'odd' quantizes nothing.*unsure"):
+    with pytest.warns(UserWarning, match=r"rule 'odd' quantizes nothing.*unclear"):
         ef.quantize_tree(tree, {"odd": "int8"}, donate=False)
 
 
@@ -308,10 +308,10 @@ def test_another_format_than_the_one_it_has_is_refused():
     assert ef.quantize_tree(made, "int8")["up"]["kernel"] is made["up"]["kernel"]
     fix = r"dequantize_tree first, or keep it with a rule, \{'up/kernel': None\}"
     for rules, options in ("nf4", {}), ({"up*": "nf4"}, {}), (None, {"default": "ternary"}):
-        with pytest.raises(ValueError, match=rf"'up/kernel' is quantized already, with dtype=int8, and .*{fix}"):
+        with pytest.raises(ValueError, match=rf"'up/kernel' is already quantized, with dtype=int8, but .*{fix}"):
             ef.quantize_tree(made, rules, **options)
     nf4 = ef.quantize_tree({"up": {"kernel": jnp.ones((64, 64))}})
-    with pytest.raises(ValueError, match="with block_size=64, and block_size=32 is asked for"):
+    with pytest.raises(ValueError, match="with block_size=64, but block_size=32 was requested"):
         ef.quantize_tree(nf4, {"up*": {"dtype": "nf4", "block_size": 32}})
     kept = ef.quantize_tree(nf4, {"up*": None}, default="int8")
     np.testing.assert_array_equal(kept["up"]["kernel"].materialize(), nf4["up"]["kernel"].materialize())

@@ -326,7 +326,7 @@ def test_what_cannot_be_used_is_refused() -> None:
         encode(w, dataclasses.replace(stats, moment=None), config, "gptq")
     with pytest.raises(CalibrationError, match="not finite"):
         encode(w, dataclasses.replace(stats, diagonal=np.full(32, np.nan)), config, "scale")
-    with pytest.raises(ValueError, match="scaled=False asks for none"):
+    with pytest.raises(ValueError, match="scaled=False has none"):
         encode(w, stats, QuantizationConfig("binary", scaled=False), "scale")
     broken = w.at[3, 3].set(jnp.nan)
     with pytest.warns(CalibrationWarning, match="not finite"):

@@ -89,7 +89,7 @@ def test_rules_meet_leaves_they_cannot_quantize(tmp_path):
     w = jnp.ones((64, 4))
     tree = {"q": quantize(w, dtype="ternary"), "i": jnp.arange(3), "s": jnp.float32(1), "n": 2, "w": w}
     source = files.save(tmp_path / "in.safetensors", tree)
-    with pytest.raises(ValueError, match=r"'q' is quantized already, with dtype=ternary, and dtype=int8 is asked for"):
+    with pytest.raises(ValueError, match=r"'q' is already quantized, with dtype=ternary, but dtype=int8 was requested"):
         files.quantize_file(source, tmp_path / "out.safetensors", "int8")
     rules = {"q": None, "*": QuantizationConfig("int8")}
     report = files.quantize_file(source, tmp_path / "out.safetensors", rules, axis=0, min_size=0)

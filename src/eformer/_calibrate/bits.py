@@ -130,14 +130,12 @@ def plan_bits(
     """
     looks_like_budget = isinstance(stats, (str, int, float)) and budget is None and target is None
     named_so = f"{stats} bits" if isinstance(stats, float) else stats
-    meant = f"The second argument is statistics; a budget is named: plan_bits(params, budget={named_so!r})."
+    meant = f"The second argument is the statistics; pass the budget by name: plan_bits(params, budget={named_so!r})."
     check_statistics(stats, "stats", meant if looks_like_budget else "")
     if (budget is None) == (target is None):
-        raise ValueError("give a budget or a target, one of them.")
+        raise ValueError("give either budget= or target=, not both and not neither.")
     if evaluate is None and (target is not None or sensitivity):
-        raise ValueError(
-            "evaluate= is needed to measure a target or the sensitivity: a function of quantized parameters."
-        )
+        raise ValueError("a target or sensitivity=True needs evaluate=, a function of quantized parameters.")
     check_method(method)
     table = _Table(params, stats, formats, min_size, skip, method or "round")
     if sensitivity and evaluate is not None:
@@ -166,7 +164,7 @@ def _smallest(table: _Table, wanted: float, judge: Judge) -> BitPlan:
     if not change(best) <= wanted:
         raise ValueError(
             f"no choice of these formats reaches the target: with the largest of them the perplexity changes by "
-            f"{change(best):+.2%}, and {wanted:+.2%} is asked for. Give larger formats, or None among them."
+            f"{change(best):+.2%}, and {wanted:+.2%} was requested. Give larger formats, or include None."
         )
     for _ in range(_TRIES):
         middle = (low + high) // 2
@@ -210,7 +208,7 @@ class _Table:
                 unknown.append(leaf.path)
             self.rows.append(_row(decided, found, dense if None in tuple(formats) else None))
         if not self.rows:
-            raise ValueError("nothing can be quantized; plan_tree(params) says why leaves stay as they are.")
+            raise ValueError("nothing can be quantized; plan_tree(params) says why each leaf stays dense.")
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             what = f"the statistics have nothing of {unknown[0]!r}{more}: the error of its weights counts instead."

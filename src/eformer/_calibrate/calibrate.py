@@ -24,6 +24,8 @@ from eformer.errors import CalibrationError
 from .accumulate import Accumulator
 from .model import Model
 
+_ORDER = "The order is calibrate(forward, params, batches)."
+
 
 def calibrate(
     forward: Callable[[Any, Any], Any],
@@ -101,9 +103,10 @@ def _observed(tree: Tree, rules: Any) -> dict[int, str]:
         if value.ndim >= 2 and 0 not in value.shape and wanted(leaf.path):
             found[number] = leaf.path
     if not found:
-        raise CalibrationError(
-            "params holds no floating-point matrix" + (f" that rules={rules!r} ask for." if rules is not None else ".")
-        )
+        asked = f" that rules={rules!r} ask for" if rules is not None else ""
+        packed = any(isinstance(leaf.value, ImplicitArray) for leaf in tree.leaves)
+        fix = "Calibrate the dense parameters, before quantizing them." if packed else _ORDER
+        raise CalibrationError(f"params holds no floating-point matrix{asked}. {fix if rules is None else ''}".rstrip())
     return found
 
 

@@ -251,7 +251,7 @@ def _same_shape(reference: Any, logits: Any) -> Any:
     if tuple(np.shape(reference)) != tuple(logits.shape):
         raise ValueError(
             f"the reference gives logits of shape {list(np.shape(reference))}, the model {list(logits.shape)}: their "
-            "vocabularies differ, and so there is nothing to compare."
+            "vocabularies differ, so they cannot be compared."
         )
     return jnp.asarray(reference)
 

@@ -27,8 +27,8 @@ from .views import Sums, whole
 # The moments of one batch that are taken in one pass; where there are more, the batch is run several times.
 PASS_BYTES = 4 << 30
 _UNTRACEABLE = (
-    "calibrate traces forward as jax.jit does: branch on values with jax.lax.cond, and give what is no array as a "
-    "Python value in the batch."
+    "calibrate traces forward as jax.jit does: branch on values with jax.lax.cond, and pass anything that is not an "
+    "array as a Python value in the batch."
 )
 
 

@@ -17,6 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from eformer._jax import traces
+from eformer._messages import shown
 from eformer._record import Event, recorder
 
 from .materialization import fresh_trace, materialize_on_request
@@ -36,12 +37,13 @@ class Implicit:
     dispatch to its own steps.
     """
 
-    def __call__(self, fn: F) -> F:
+    def __call__(self, fn: F = None, *args: Any, **kwargs: Any) -> F:  # pyright: ignore[reportArgumentType]
         """`fn` with dispatch on: same signature, name and documentation."""
-        if not callable(fn):
+        if not callable(fn) or args or kwargs:
+            got = ", ".join([*map(shown, () if fn is None else (fn, *args)), *(f"{name}=" for name in kwargs)])
             raise TypeError(
-                f"implicit wraps a function, got {fn!r:.100} of type {type(fn).__name__}. Write implicit(f)(x, q), "
-                "or a block, `with implicit:`."
+                f"implicit wraps a function, got implicit({got}). Write implicit(f)(x, q), decorate with @implicit, "
+                "or use a block, `with implicit:`."
             )
         if inspect.iscoroutinefunction(fn):
             return _coroutine(fn)

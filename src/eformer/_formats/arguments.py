@@ -18,6 +18,7 @@ from jax import lax
 from eformer._core import ImplicitArray
 from eformer._core.materialization import materialize_on_request
 from eformer._jax import traces
+from eformer._messages import shown
 from eformer.errors import AvalMismatchError
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -140,7 +141,7 @@ def as_array(values: Any, name: str) -> jax.Array:
     except (TypeError, ValueError) as err:
         kind = type(values).__name__
         raise TypeError(
-            f"{name} takes an array, got {values!r:.100} of type {kind}. The parameters of a model go to quantize_tree."
+            f"{name} takes an array, got {shown(values)} of type {kind}. The parameters of a model go to quantize_tree."
         ) from err
 
 

@@ -84,7 +84,7 @@ def lora_dropout(params: Any, key: jax.Array) -> Any:
         if isinstance(q, ADAPTERS) and low_rank(q).dropout and id(leaf.value) not in made:
             made[id(leaf.value)] = _dropping(q, jax.random.fold_in(key, zlib.crc32(leaf.path.encode())))
     if not made:
-        message = "lora_dropout: no adapter of this model has dropout; add_lora(..., dropout=0.05) gives it"
+        message = "lora_dropout: no adapter of this model has dropout; add it with add_lora(..., dropout=0.05)"
         warnings.warn(message, UnusedRuleWarning, stacklevel=2)
     return tree.rebuild(made.get(id(leaf.value), leaf.value) for leaf in tree.leaves)
 

@@ -17,6 +17,7 @@ from eformer import _table
 from eformer._core import ImplicitArray
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import is_storage
+from eformer._messages import NOTHING_TO_TRAIN, shown
 from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
 from eformer._quantize.leaves import GROUPS, Leaf, Role, map_tree, open_tree, roles_of
 from eformer._quantize.plan import Choice, Rule, as_config, skipped_kinds
@@ -62,6 +63,8 @@ def add_lora(
     """
     if key is None:
         raise TypeError("add_lora needs key=, for example jax.random.key(0): one factor of every adapter is random.")
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"key={shown(key)} is not a random key; give one, such as jax.random.key(0).")
     _check_alpha(alpha)
     if rank_stabilized and alpha is None:
         raise TypeError("add_lora(rank_stabilized=True) needs alpha=, which it divides by the root of the rank.")
@@ -88,7 +91,7 @@ def add_lora(
         taken = [x.path for x in tree.leaves if isinstance(x.value, ADAPTERS) and any(r.matches(x.path) for r in ranks)]
         if taken:
             message = (
-                f"add_lora: {taken[0]!r} has an adapter already, which stays. Call merge_lora first for another one."
+                f"add_lora: {taken[0]!r} already has an adapter, which stays. Call merge_lora first to add another."
             )
         warnings.warn(message, UnusedRuleWarning, stacklevel=2)
     return tree.rebuild(results)
@@ -96,12 +99,17 @@ def add_lora(
 
 def _ranks(rules: Ranks, rank: int) -> dict[Rule, int | None]:
     if not isinstance(rules, (str, Iterable)):
-        raise TypeError(f"rules={rules!r} is not allowed; give patterns, or pattern -> rank. A rank for all is rank=.")
+        raise TypeError(
+            f"rules={shown(rules)} is not allowed; give patterns, or pattern -> rank. One rank for all: rank=."
+        )
     pairs = [(rules, rank)] if isinstance(rules, str) else rules.items() if isinstance(rules, Mapping) else None
     ranks = {Rule(p, None): r for p, r in (pairs if pairs is not None else ((p, rank) for p in rules))}
     wrong = [r for r in ranks.values() if r is not None and (not isinstance(r, int) or isinstance(r, bool) or r < 1)]
     if wrong:
-        raise ValueError(f"rank={wrong[0]!r} is not allowed; give a whole number, at least 1, or None for no adapter.")
+        raise ValueError(
+            f"rank={shown(wrong[0])} is not allowed; give a whole number, at least 1, or None for no adapter. The "
+            "order is add_lora(params, rules, rank, key)."
+        )
     return ranks
 
 
@@ -188,6 +196,8 @@ def split_trainable(params: Any, also: str | Iterable[str] = ()) -> tuple[dict[s
     unused = [p.pattern for p in patterns if p.pattern not in used]
     if unused:
         warnings.warn(f"split_trainable: {unused} match no dense leaf", UnusedRuleWarning, stacklevel=2)
+    elif not trainable:
+        warnings.warn(NOTHING_TO_TRAIN, UnusedRuleWarning, stacklevel=2)
     return trainable, tree.rebuild(opened.get(id(leaf.value), leaf.value) for leaf in tree.leaves)
 
 
@@ -208,7 +218,10 @@ def merge(trainable: Mapping[str, Any], frozen: Any) -> Any:
     merged = map_tree(fill, frozen, lambda x: isinstance(x, (Hole, *ADAPTERS)))
     extra = sorted(set(trainable) - seen)
     if extra:
-        raise ValueError(f"the frozen part has no place for {extra[:5]}; both must come from one split_trainable.")
+        raise ValueError(
+            f"the frozen part has no place for {extra[:5]}; both must come from one split_trainable. "
+            "Call merge outside of implicit, which hides the places: implicit(f)(merge(trainable, frozen), x)."
+        )
     return merged
 
 

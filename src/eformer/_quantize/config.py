@@ -13,6 +13,7 @@ from eformer._core import materialize, ste
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import as_index
 from eformer._jax import traces
+from eformer._messages import shown
 
 from . import inputs
 from .names import QuantizationType as QuantizationType
@@ -242,7 +243,7 @@ def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any, options: di
         return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate, **options)
     if not isinstance(config, QuantizationConfig):
         raise TypeError(
-            f"config={config!r} is of type {type(config).__name__}, but must be a QuantizationConfig or None. "
+            f"config={shown(config)} is of type {type(config).__name__}, but must be a QuantizationConfig or None. "
             'Name a format with dtype=, as in quantize(w, dtype="nf4"); make a configuration with '
             "QuantizationConfig(**options)."
         )

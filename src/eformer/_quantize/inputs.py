@@ -21,8 +21,8 @@ from .statistics import LeafStatistics, Statistics
 
 FIELDS = ("activations", "backward", "static", "smooth")
 NO_STATISTICS = (
-    "{option} takes the scale of inputs from statistics, and there are none. Pass those of `eformer.calibrate`, as in "
-    "quantize_tree(..., calibration=statistics), or leave it out: every row then has a scale of its own."
+    "{option} needs statistics of the inputs, and there are none. Pass what `eformer.calibrate` returns, as in "
+    "quantize_tree(..., calibration=statistics), or leave it out."
 )
 
 
@@ -35,15 +35,15 @@ def check(config: Any) -> None:
         if given:
             value = getattr(config, given[0])
             raise ValueError(
-                f"{given[0]}={value!r} is an option of products that round their inputs: give activations, too, "
+                f"{given[0]}={value!r} is an option for products that round their inputs: give activations= as well, "
                 f"{' or '.join(map(repr, ACTIVATIONS))}."
             )
         return
     if config.smooth is not None and not 0 <= config.smooth <= 1:
-        raise ValueError(f"smooth={config.smooth!r} is no number from 0 (all outliers stay in inputs) to 1; try 0.5.")
+        raise ValueError(f"smooth={config.smooth!r} is not a number from 0 (inputs keep their outliers) to 1; try 0.5.")
     if config.smooth is not None and config.method not in (None, "round"):
         raise ValueError(
-            f"smooth={config.smooth} and method={config.method!r} both say what becomes of inputs; leave one out."
+            f"smooth={config.smooth} and method={config.method!r} both transform the inputs; leave one out."
         )
     kind = str(config.dtype)
     allowed = takes(floats.KINDS[kind].element if kind in floats.KINDS else kind)

@@ -267,7 +267,7 @@ def _doubt(leaf: Leaf, role: Role, shape: Sequence[int]) -> str:
     if any(map(_OPERAND.search, (name.lower() for name in leaf.names[-2:]))):
         return ""
     if len(shape) > 2 and shape[0] == 1:
-        return "its first axis has length 1, as that of what is added to a batch"
+        return "its first axis has length 1, like something that is added to a batch"
     return f"it has only {longest[0]} rows, and its name does not say what it is for" if thin else ""
 
 

@@ -28,12 +28,13 @@ from .inputs import bare
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 from .names import meant
 from .own import own_format
+from .statistics import Statistics
 from .stored import agree, differences, fitted
 
 SKIP = ("norms", "biases", "routers", "positions", "constants", "unsure")
 MIN_SIZE = 4096
 _REGEX = "re:"
-_UNSURE = "it is unsure that a product uses it"
+_UNSURE = "it is unclear whether a product uses it"
 
 Choice = QuantizationConfig | QuantizationType | str | Mapping[str, Any] | Callable[..., Any] | None
 
@@ -115,6 +116,8 @@ class Rules(Sequence[Rule]):
     """
 
     def __init__(self, rules: Mapping[str, Choice] | Iterable[tuple[str, Choice]]):
+        if isinstance(rules, Statistics):
+            raise TypeError(f"rules={rules!r} are statistics; pass them as quantize_tree(params, calibration=stats).")
         pairs: Any = list(rules.items() if isinstance(rules, Mapping) else rules)
         wrong = [pair for pair in pairs if not (isinstance(pair, (tuple, list)) and len(pair) == 2)]
         if wrong:

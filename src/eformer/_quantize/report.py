@@ -90,7 +90,7 @@ class Report:
         except ImportError as err:
             raise ImportError(
                 "Report.plot draws with matplotlib, which is not installed: pip install 'eformer[plot]'. "
-                "str(report) and report.to_json() need nothing."
+                "str(report) and report.to_json() need no extra package."
             ) from err
         _draw(Figure, self.leaves).savefig(path)
 

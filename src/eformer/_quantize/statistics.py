@@ -151,6 +151,9 @@ class Statistics(Mapping[str, LeafStatistics]):
         self._leaves = dict(leaves)
 
     def __getitem__(self, path: str) -> LeafStatistics:
+        if path not in self._leaves:
+            known = ", ".join(map(repr, list(self._leaves)[:3]))
+            raise KeyError(f"there are no statistics of {path!r}; paths look like {known or 'none'}")
         return self._leaves[path]
 
     def __iter__(self) -> Iterator[str]:

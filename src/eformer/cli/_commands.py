@@ -24,11 +24,11 @@ from eformer.errors import CommandUsageError as WrongUse
 
 # name -> (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "quantize": ("eformer.cli.quantize", "quantize a checkpoint, a tensor at a time"),
+    "quantize": ("eformer.cli.quantize", "quantize a checkpoint, one tensor at a time"),
     "inspect": ("eformer.cli.inspect", "list what is in a safetensors or GGUF file"),
     "export": ("eformer.cli.export", "write a quantized checkpoint in the format of another program"),
     "report": ("eformer.cli.report", "bits per weight, sizes and errors of a checkpoint"),
-    "evaluate": ("eformer.cli.evaluate", "perplexity of a language model, and its distance to another one"),
+    "evaluate": ("eformer.cli.evaluate", "perplexity of a language model, and its distance from another"),
     "generate": ("eformer.cli.generate", "continue a text with a language model"),
     "chat": ("eformer.cli.chat", "talk with a language model"),
     "bench": ("eformer.cli.bench", "time products with quantized matrices against dense ones"),
@@ -85,7 +85,7 @@ def _without_command(given: list[str]) -> int:
         epilog="\n".join(["commands:", *lines, "", "`eformer COMMAND --help` says more."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if options.version:

@@ -89,7 +89,7 @@ def _kernel(product: Any, x: Any, w: Any) -> str:
 
 def show(found: dict[str, Any]) -> None:
     k, n = found["size"]
-    title = f"{k} × {n} weights, {found['dtype']} x, {found['device']} (ratio below 1: faster than dense)"
+    title = f"{k} × {n} weights, {found['dtype']} x, {found['device']} (ratios below 1 are faster than dense)"
     show_rows(title, found["rows"])
 
 

@@ -11,14 +11,14 @@ from eformer.models import Memory, stream
 from ._commands import OK
 from .generate import PIECE, add_model, add_sampling, in_words, open_model, warn_of_length
 
-_HELP = "An empty line is skipped; /reset forgets what was said, /exit or the end of the input leaves."
+_HELP = "An empty line is skipped; /reset clears the conversation; /exit or end of input quits."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_sampling(parser)
     parser.set_defaults(tokens=512)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before anything is said")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
 
 
 def run(options: argparse.Namespace) -> int:

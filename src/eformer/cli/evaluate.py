@@ -21,17 +21,17 @@ from .generate import FORMATS, STORED, add_model, loaded
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--text", required=True, metavar="FILE", help="what the model reads; - is standard input")
-    parser.add_argument("--against", metavar="MODEL", help="compare with this one, of the same vocabulary")
+    parser.add_argument("--text", required=True, metavar="FILE", help="the text to read; - is standard input")
+    parser.add_argument("--against", metavar="MODEL", help="compare with this model, of the same vocabulary")
     parser.add_argument(
         "--against-format",
         choices=(STORED, *FORMATS),
         default=STORED,
         help="quantize the other model to this first (default: leave it as it is stored)",
     )
-    parser.add_argument("--window", type=int, help=f"tokens that a prediction sees at most (default: {WINDOW})")
-    parser.add_argument("--stride", type=int, help="tokens from a window to the next (default: the window)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="read only the first so many")
+    parser.add_argument("--window", type=int, help=f"the most tokens a prediction sees (default: {WINDOW})")
+    parser.add_argument("--stride", type=int, help="tokens from one window to the next (default: the window)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="read only this many tokens from the start")
     add_json(parser)
 
 
@@ -71,7 +71,7 @@ def _check_same_tokens(model: Model, other: Model, text: str, options: argparse.
     start = text[:4096]
     if not np.array_equal(model.tokenizer.encode(start), other.tokenizer.encode(start)):
         raise Failure(
-            f"{options.against} makes other tokens of the text than {options.model}; they cannot be compared."
+            f"{options.against} tokenizes the text differently from {options.model}; they cannot be compared."
         )
 
 

@@ -49,25 +49,27 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="quantize the weights to this first (default: leave them as they are stored)",
     )
     parser.add_argument(
-        "--activations", choices=("int8", "fp8"), help="with --format: products round their inputs to this, too"
+        "--activations", choices=("int8", "fp8"), help="with --format: also round the inputs of products to this"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="to compute in (default: as stored)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="the dtype to compute in (default: as stored)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The arguments that say how a model speaks."""
-    parser.add_argument("--tokens", type=int, default=64, help="how many to make, at most (default: 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="the most tokens to generate (default: 64)")
     said = "; default: what the folder's generation_config.json says, else "
-    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token{said}0")
-    parser.add_argument("--top-k", type=int, help=f"choose among so many tokens, 0 for all{said}0")
-    parser.add_argument("--top-p", type=float, help=f"choose among the likeliest that sum to this probability{said}1")
+    parser.add_argument("--temperature", type=float, help=f"0 always takes the most likely token{said}0")
+    parser.add_argument("--top-k", type=int, help=f"choose among this many tokens, 0 for all{said}0")
+    parser.add_argument(
+        "--top-p", type=float, help=f"choose among the likeliest tokens with this total probability{said}1"
+    )
     parser.add_argument("--min-p", type=float, help=f"leave out tokens this much less likely than the first{said}0")
     parser.add_argument("--repetition-penalty", type=float, help=f"above 1: repeat less{said}1")
     parser.add_argument("--seed", type=int, default=0, help="of the dice")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
     parser.add_argument("--cache", choices=tuple(CACHES), help="keep keys and values in this format (default: dense)")
 
 
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", default="The ", help="the text to continue; - reads it from standard input (default: 'The ')"
     )
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the words of a chat")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_json(parser)
 
 
@@ -178,7 +180,7 @@ def warn_of_length(model: Model, prompt: int, count: int) -> None:
     if (most := model.config.positions) and prompt + count > most:
         print(
             f"warning: a prompt of {prompt} tokens and up to {count} more are beyond the {most} positions of this "
-            f"model; what it writes there may be poor. --tokens {max(most - prompt, 1)} stays within.",
+            f"model; output there may be poor. --tokens {max(most - prompt, 1)} stays within.",
             file=sys.stderr,
         )
 

@@ -89,14 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         type=Path,
-        help="a folder with config.json and weights, a safetensors file, an index, a folder of them, a file of PyTorch "
+        help="a folder with config.json and weights, a safetensors file, an index, a folder of them, a PyTorch file "
         "(read by torch.load with weights_only=True), or a GGUF file",
     )
     parser.add_argument(
         "target",
         type=Path,
-        help="the safetensors file to write; for a folder with config.json also a folder, which then gets config.json "
-        "and the tokenizer too",
+        help="the safetensors file to write; or, if the source is a folder with config.json, a folder, which also gets "
+        "config.json and the tokenizer",
     )
     parser.add_argument("--force", action="store_true", help="replace what the target holds")
     parser.add_argument("--format", help=f"for matrices no rule matches: {names}, or none (default: nf4)")
@@ -104,14 +104,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size",
         type=int,
-        help="for nf4 and int2 to int6: values that share a scale (default: 64); int8 and fp8 have blocks only with it "
-        "(fp8: 128, for 128 x 128)",
+        help="for nf4 and int2 to int6: values that share a scale (default: 64); int8 and fp8 have blocks only if "
+        "it is given (fp8: 128, for 128 x 128)",
     )
     parser.add_argument("--asymmetric", action="store_true", help="for integers: a zero point for every block")
     parser.add_argument(
         "--activations",
         choices=tuple(ACTIVATIONS),
-        help="products round their inputs to that, too, and multiply codes with codes",
+        help="also round the inputs of products to this, and multiply codes with codes",
     )
     parser.add_argument(
         "--rule",
@@ -120,21 +120,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=FORMAT",
         help="a glob over paths, or a regular expression after re:, and a format or none; the first that matches wins",
     )
-    parser.add_argument("--rules", type=Path, metavar="JSON", help="a file with an object pattern -> format or options")
+    parser.add_argument(
+        "--rules", type=Path, metavar="JSON", help="a file with a JSON object of pattern: format, or pattern: {options}"
+    )
     parser.add_argument("--axis", type=int, help="the axis to quantize along (default: the contracted one, by name)")
-    parser.add_argument("--min-size", type=int, default=MIN_SIZE, help=f"smaller ones stay dense (default: {MIN_SIZE})")
+    parser.add_argument(
+        "--min-size", type=int, default=MIN_SIZE, help=f"tensors with fewer values stay dense (default: {MIN_SIZE})"
+    )
     parser.add_argument(
         "--skip",
         default=",".join(SKIP),
         metavar="GROUPS",
-        help=f"what stays dense, of {', '.join(GROUPS)} (default: {','.join(SKIP)})",
+        help=f"the groups that stay dense, among {', '.join(GROUPS)} (default: {','.join(SKIP)})",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         help="split the result into files of this size, such as 2GB (default: one file; in a folder 5GB)",
     )
-    parser.add_argument("--method", choices=METHODS, help="how codes and scales are chosen (default: round, or gptq)")
+    parser.add_argument(
+        "--method", choices=METHODS, help="how codes and scales are chosen (default: round; gptq with --calibrate)"
+    )
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -143,9 +149,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "multiplied with",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=TOKENS, metavar="N", help=f"of the text (default: {TOKENS})"
+        "--calibration-tokens",
+        type=int,
+        default=TOKENS,
+        metavar="N",
+        help=f"tokens of the text to read (default: {TOKENS})",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be done")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_json(parser)
 
@@ -160,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
         planned = plan_source(source, **from_options(options))
     except AlreadyQuantizedError as err:
         raise WrongUse(
-            f"{options.source}: {err.what} is quantized already, with {err.found}, and {err.asked} is asked for. "
+            f"{options.source}: {err.what} is already quantized, with {err.found}, but {err.asked} was requested. "
             f"Nothing is quantized twice: start from the dense checkpoint, or keep it: --rule {err.what[:-1]}=none'."
         ) from err
     except (TypeError, ValueError) as err:
@@ -246,10 +256,10 @@ def show(found: dict[str, Any]) -> None:
         f"{found['seconds']:.1f} s, {found['bytes_per_second'] / 1e6:,.0f} MB/s"
     )
     if found["resumed"]:
-        print(f"{found['resumed']} tensors were done by an earlier run")
+        print(f"{found['resumed']} tensors were finished by an earlier run")
     if found["unsure"]:
         names, more = ", ".join(map(printable, found["unsure"][:5])), len(found["unsure"]) - 5
-        print(f"left dense, because it is unsure that a product uses them: {names}{f' and {more} more' * (more > 0)}")
+        print(f"left dense, as it is unclear whether a product uses them: {names}{f' and {more} more' * (more > 0)}")
     for line in found["warnings"]:
         print(f"warning: {line}")
 

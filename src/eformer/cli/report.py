@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a safetensors file, an index of several, their folder, or a GGUF file")
     parser.add_argument("--against", type=Path, metavar="ORIGINAL", help="measure errors against this checkpoint")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw sizes and errors (needs matplotlib)")
-    parser.add_argument("--mesh", metavar="AXIS=SIZE,...", help="also say what each device of such a mesh would hold")
+    parser.add_argument("--mesh", metavar="AXIS=SIZE,...", help="also show what each device of such a mesh would hold")
     parser.add_argument(
         "--spec",
         action="append",

@@ -35,7 +35,7 @@ def chat_text(model: Model, messages: Sequence[Message], **more: Any) -> str:
         ) from err
 
     def refuse(what: str) -> None:
-        raise CheckpointError(f"has a chat template that refuses this conversation: {what}", file=model.folder)
+        raise CheckpointError(f"has a chat template that rejects this conversation: {what}", file=model.folder)
 
     # A template is a program that came with a download: it gets the sandbox, and cannot change what it is given.
     rooms = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

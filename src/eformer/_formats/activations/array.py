@@ -172,6 +172,6 @@ def no_product(activations: str, fmt: str, allowed: tuple[str, ...]) -> str:
     """What to say of a format that has no product with x rounded so."""
     own = f"{fmt} takes activations={' or '.join(map(repr, allowed))}" if allowed else f"{fmt} takes none"
     return (
-        f"activations={activations!r} has no product with {fmt} weights: {own}. Integer formats, nf4, iq4_nl, ternary "
+        f"activations={activations!r} does not work with {fmt} weights: {own}. Integer formats, nf4, iq4_nl, ternary "
         "and binary take 'int8', fp8 and mxfp8 'fp8', mxfp4 and nvfp4 either."
     )

@@ -19,9 +19,9 @@ from .array import QuantizedCache
 
 PARTIAL = """\
 {what} writes part of a row: rows of this {name} are the {size} values along axis {axis}, which share scales, and a
-row is quantized when it is written as a whole. Write whole rows ({fix}), or change `cache.materialize()`."""
+row is quantized as a whole when it is written. Write whole rows ({fix}), or change `cache.materialize()`."""
 FOREIGN = """\
-{update!r} is written into {cache!r}, which stores rows in another way. Rows are not quantized twice unasked: give both
+{update!r} is written into {cache!r}, which stores rows differently. Rows are never silently quantized twice: give both
 the same format and block size, or write `x.materialize()`."""
 
 

@@ -114,8 +114,8 @@ def _warn(missing: Sequence[str], few: Sequence[str], calibration: Statistics | 
         statistics = calibration[few[0]]
         warnings.warn(
             f"{_some(few)} with fewer tokens than channels ({statistics.tokens} and {statistics.channels} of the "
-            "first): correlations that few tokens show may be chance, so that method='gptq' follows them in part only. "
-            "More tokens give a better model.",
+            "first): so few tokens show correlations by chance, and method='gptq' follows them only in part. "
+            "Calibrate with more tokens for a better model.",
             CalibrationWarning,
             stacklevel=4,
         )

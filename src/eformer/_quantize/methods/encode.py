@@ -103,10 +103,10 @@ def encode(w: Any, statistics: LeafStatistics | None, config: QuantizationConfig
         return quantize_stack(w, config, batch)
     dense = as_float(w, str(config.dtype))
     if not isinstance(dense, traces.Tracer) and not bool(jnp.all(jnp.isfinite(dense))):
-        _warn(f"values that are not finite leave nothing to search for: rounded instead of method={method!r}.")
+        _warn(f"the values are not finite, so there is nothing to search for: rounded instead of method={method!r}.")
         return quantize_stack(w, config, batch)
     if not config.scaled:
-        raise ValueError(f"method={method!r} chooses scales, and scaled=False asks for none. Use method='round'.")
+        raise ValueError(f"method={method!r} chooses scales, but scaled=False has none. Use method='round'.")
     work = _begin(tuple(dense.shape), statistics, config, method)
     if work is None:
         return quantize_stack(w, config, batch)
@@ -233,7 +233,7 @@ def _on_one_device(array: jax.Array) -> jax.Array:
         return array
     if not array.is_fully_addressable:
         raise ValueError(
-            "a weight that other processes hold parts of can be rounded only: use method='round', or quantize it "
+            "a weight that is split over processes can only be rounded: use method='round', or quantize it "
             "before it is split over processes."
         )
     return jnp.asarray(np.asarray(array))

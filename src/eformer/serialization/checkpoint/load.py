@@ -301,7 +301,7 @@ def _lookup(checkpoint: NamedLeaves, name: str) -> str | None:
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
-    return f"{len(names)} leaves ({shown})" if names else "nothing"
+    return f"{len(names)} {'leaf' if len(names) == 1 else 'leaves'} ({shown})" if names else "nothing"
 
 
 def _checked(value: Any, leaf: Any, strict: bool) -> Any:
