@@ -223,7 +223,7 @@ def test_one_batch_is_no_list_of_batches(w):
 
 def test_what_is_no_statistics(w, stats):
     for budget in ("4.7 bits", 4.7):
-        with pytest.raises(TypeError, match=r"second argument is the statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
+        with pytest.raises(TypeError, match=r"is the statistics; .*plan_bits\(params, budget='4.7 bits'\)"):
             ef.plan_bits({"w": w}, budget)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"stats='s.safetensors'.*Statistics.load"):
         ef.plan_bits({"w": w}, "s.safetensors", "4.7 bits")  # pyright: ignore[reportArgumentType]
