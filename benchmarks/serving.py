@@ -1,7 +1,7 @@
 """Prefill and decoding of a model shaped like LLaMA 8B with random weights: dense against quantized ones.
 
     python benchmarks/serving.py [--quick] [--json PATH] [--layers 32] [--batch 1 8 32] [--context 1024]
-        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned] [--seconds N] [--small] [--dtype D]
+        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned] [--fused] [--seconds N] [--small] [--dtype D]
 
 A decode step is one token per text at the last place of the context, head included; prefill reads whole prompts and
 makes logits of their last tokens. Layers are a list, or with --scanned one stack. --small (the default without a GPU)
@@ -12,8 +12,11 @@ multiplies faster on CPUs. Ratios are to the first variant, dense weights and a 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
+import os
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +27,7 @@ import jax.numpy as jnp
 from _timing import write_json
 
 import eformer as ef
-from eformer.models import Config, make_cache
+from eformer.models import Config, fuse, make_cache
 from eformer.models._decoder import logits_of, states
 
 LARGE = Config(vocabulary=128256, width=4096, layers=32, heads=32, kv_heads=8, hidden=14336, rope_base=5e5)
@@ -86,20 +89,38 @@ class Job(NamedTuple):
         return f"prefill {self.batch}x{self.prompt}" if self.prompt else f"decode batch {self.batch}"
 
 
-def measure(config: Config, models: dict[str, Any], job: Job, quick: bool, scanned: bool) -> list[dict[str, Any]]:
-    """A row for every variant, all timed once per round: a busy machine slows all of them alike."""
+def arguments(config: Config, params: Any, name: str, job: Job, scanned: bool) -> tuple[Any, ...]:
     tokens = jax.random.randint(jax.random.key(1), (job.batch, job.prompt or 1), 0, config.vocabulary)
-    start = jnp.asarray(0 if job.prompt else job.context - 1)
-    how = {"dtype": next(iter(models.values()))["norm"].dtype, "listed": not scanned}
-    caches = {name: make_cache(config, job.batch, job.context, format=VARIANTS[name][1], **how) for name in models}
+    how = {"dtype": params["norm"].dtype, "listed": not scanned}
+    cache = make_cache(config, job.batch, job.context, format=VARIANTS[name][1], **how)
+    return params, tokens, cache, jnp.asarray(0 if job.prompt else job.context - 1)
+
+
+def compile_all(config: Config, models: dict[str, Any], jobs: list[Job], scanned: bool) -> dict[Any, Any]:
+    """The programs of all variants and jobs, several at a time."""
+
+    def one(which: tuple[str, Job]) -> Any:
+        return run.lower(config, *arguments(config, models[which[0]], *which, scanned)).compile()
+
+    all_of_them = list(itertools.product(models, jobs))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        return dict(zip(all_of_them, threads.map(one, all_of_them), strict=True))
+
+
+def measure(
+    config: Config, models: dict[str, Any], programs: dict[Any, Any], job: Job, quick: bool, scanned: bool
+) -> list[dict[str, Any]]:
+    """A row for every variant, all timed once per round: a busy machine slows all of them alike."""
+    given = {name: arguments(config, params, name, job, scanned) for name, params in models.items()}
+    caches = {name: args[2] for name, args in given.items()}
     held = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) for name, cache in caches.items()}
     calls, rounds = (1, 1) if quick else (2 if job.prompt else 5, 5)
     times: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(rounds + 1):  # the first compiles
-        for name, params in models.items():
+    for number in range(rounds + 1):  # the first warms up
+        for name, (params, tokens, _, start) in given.items():
             begun = time.perf_counter()
             for _ in range(calls):
-                token, caches[name] = run(config, params, tokens, caches[name], start)
+                token, caches[name] = programs[name, job](params, tokens, caches[name], start)
             jax.block_until_ready((token, caches[name]))
             if number:
                 times[name].append((time.perf_counter() - begun) / calls)
@@ -131,6 +152,8 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="*", default=("1x512", "4x1024"))
     parser.add_argument("--variants", choices=VARIANTS, nargs="*", default=tuple(VARIANTS))
     parser.add_argument("--scanned", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="q, k, v as one product, gate and up as another")
+    parser.add_argument("--commit", help="of the tree that is measured, for the file")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
     options = parser.parse_args()
@@ -147,12 +170,15 @@ def main() -> None:
     for name in options.variants:  # variants that differ in the cache alone share their weights
         weights = VARIANTS[name][0]
         if str(weights) not in made:
-            made[str(weights)] = make_params(config, weights, dtype, options.scanned)
+            params = make_params(config, weights, dtype, options.scanned)
+            made[str(weights)] = fuse(params) if options.fused else params
     models = {name: made[str(VARIANTS[name][0])] for name in options.variants}
+    programs = compile_all(config, models, jobs, options.scanned)
+    print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     for job in jobs:
         if time.perf_counter() - begun > options.seconds:
             break
-        for row in measure(config, models, job, options.quick, options.scanned):
+        for row in measure(config, models, programs, job, options.quick, options.scanned):
             rows.append(row)
             print(
                 f"{row['what']:16} {row['variant']:23} {row['ms']:9.2f} ms {row['ratio']:5.2f} of the first "
@@ -161,6 +187,7 @@ def main() -> None:
                 flush=True,
             )
         about = {"device": jax.devices()[0].device_kind, "dtype": dtype.name, "model": dataclasses.asdict(config)}
+        about |= {"commit": options.commit, "fused": options.fused}
         write_json(options.json, **about, rows=rows)
 
 

@@ -40,7 +40,15 @@ MODULES = {module_name(path): path for path in FILES}
 # A module may import its own layer and the ones above it in this table. The longest matching prefix decides;
 # "=name" matches that module alone, not what is inside it.
 LAYERS: list[tuple[str, ...]] = [
-    ("eformer.errors", "eformer._messages", "eformer._settings", "eformer._record", "eformer._table", "eformer._jax"),
+    (
+        "eformer.errors",
+        "eformer._messages",
+        "eformer._settings",
+        "eformer._record",
+        "eformer._stacks",
+        "eformer._table",
+        "eformer._jax",
+    ),
     ("eformer._core", "eformer._kernels"),
     ("eformer._formats",),
     ("eformer._quantize", "eformer._lora"),

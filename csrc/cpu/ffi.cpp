@@ -102,10 +102,26 @@ ffi::Error run_all(Kernel kernel, Pool& pool, int64_t count, int64_t work_each, 
 
 Form form_of(const Attributes& a) { return static_cast<Form>(a.form); }
 
+// Null, or which of the groups that the codes are, each of as many matrices as x has, is multiplied.
+using Index = const ffi::Buffer<ffi::S32>*;
+
+ffi::Error choose_group(Index index, const ffi::AnyBuffer& x, Stack& stack) {
+  const int64_t count = x.dimensions().size() ? x.dimensions()[0] : 0;
+  if (index->element_count() != 1 || count < 1 || stack.count < count || stack.count % count)
+    return invalid("an index of ", index->element_count(), " elements and x ", show(x), " do not fit ", stack.count, " matrices.");
+  stack.first = stack[std::clamp<int64_t>(*index->typed_data(), 0, stack.count / count - 1) * count];
+  stack.count = count;
+  return ffi::Error::Success();
+}
+
 ffi::Error check_product(const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const ffi::AnyBuffer& y,
-                         const Attributes& a, int64_t batch_of_x, const Kernels*& kernels, Stack& stack, Operands& o) {
+                         const Attributes& a, int64_t batch_of_x, const Kernels*& kernels, Stack& stack, Operands& o,
+                         Index index = nullptr) {
   if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
   if (auto e = check_stack(codes, scale, a, 1, stack); e.failure()) return e;
+  if (index) {
+    if (auto e = choose_group(index, x, stack); e.failure()) return e;
+  }
   return check_operands(x, y, form_of(a), stack, batch_of_x, o);
 }
 
@@ -140,26 +156,48 @@ ffi::Error run_groups(ffi::ThreadPool& threads, const Kernels& kernels, const At
   return result;
 }
 
-ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+ffi::Error multiply(ffi::ThreadPool& threads, const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
+                    Index index, const ffi::AnyBuffer& y, const ffi::Dictionary& attributes) {
   const Attributes a(attributes);
   const Kernels* kernels;
   Stack stack{};
   Operands o;
-  if (auto e = check_product(x, codes, scale, *y, a, 1, kernels, stack, o); e.failure()) return e;
-  return run_products(threads, *kernels, a, stack, o, x, *y, Exact{});
+  if (auto e = check_product(x, codes, scale, y, a, 1, kernels, stack, o, index); e.failure()) return e;
+  return run_products(threads, *kernels, a, stack, o, x, y, Exact{});
 }
 
-ffi::Error ByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                      ffi::Buffer<ffi::F32> x_scale, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+ffi::Error multiply_rounded(ffi::ThreadPool& threads, const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes,
+                            const ffi::AnyBuffer& scale, const ffi::Buffer<ffi::F32>& x_scale, Index index,
+                            const ffi::AnyBuffer& y, const ffi::Dictionary& attributes) {
   const Attributes a(attributes);
   const Kernels* kernels;
   Stack stack{};
   Operands o;
   Rounded kind;
-  if (auto e = check_product(x, codes, scale, *y, a, 1, kernels, stack, o); e.failure()) return e;
+  if (auto e = check_product(x, codes, scale, y, a, 1, kernels, stack, o, index); e.failure()) return e;
   if (auto e = check_rounded(stack, form_of(a), o, stack.count * o.m, x_scale, kind); e.failure()) return e;
-  return run_products(threads, *kernels, a, stack, o, x, *y, kind);
+  return run_products(threads, *kernels, a, stack, o, x, y, kind);
+}
+
+ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  return multiply(threads, x, codes, scale, nullptr, *y, attributes);
+}
+
+ffi::Error StackQmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                        ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  return multiply(threads, x, codes, scale, &index, *y, attributes);
+}
+
+ffi::Error ByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                      ffi::Buffer<ffi::F32> x_scale, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  return multiply_rounded(threads, x, codes, scale, x_scale, nullptr, *y, attributes);
+}
+
+ffi::Error StackByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                           ffi::Buffer<ffi::F32> x_scale, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y,
+                           ffi::Dictionary attributes) {
+  return multiply_rounded(threads, x, codes, scale, x_scale, &index, *y, attributes);
 }
 
 ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
@@ -239,6 +277,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQmatmul, eformer::Qmatmul,
                                   .Ret<xla::ffi::AnyBuffer>()  // y
                                   .Attrs<xla::ffi::Dictionary>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerStackQmatmul, eformer::StackQmatmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x
+                                  .Arg<xla::ffi::AnyBuffer>()              // codes
+                                  .Arg<xla::ffi::AnyBuffer>()              // scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // index
+                                  .Ret<xla::ffi::AnyBuffer>()              // y
+                                  .Attrs<xla::ffi::Dictionary>());
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerRagged, eformer::Ragged,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
@@ -256,6 +304,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteMatmul, eformer::ByteMatmul,
                                   .Arg<xla::ffi::AnyBuffer>()              // codes
                                   .Arg<xla::ffi::AnyBuffer>()              // scale
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
+                                  .Ret<xla::ffi::AnyBuffer>()              // y
+                                  .Attrs<xla::ffi::Dictionary>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerStackByteMatmul, eformer::StackByteMatmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()              // x
+                                  .Arg<xla::ffi::AnyBuffer>()              // codes
+                                  .Arg<xla::ffi::AnyBuffer>()              // scale
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // index
                                   .Ret<xla::ffi::AnyBuffer>()              // y
                                   .Attrs<xla::ffi::Dictionary>());
 

@@ -28,6 +28,7 @@ struct BytesArgs {
   int32_t m_tiles, per_matrix, tiles;
   int32_t stages, stages_per_split;  // stages in pairs: behind the end there are zeros
   int64_t scale_batch;  // bytes
+  Stack stack;
 };
 
 template <int KIND, int N>
@@ -55,7 +56,7 @@ struct BytesBlock {
   uint8_t* shared;
   uint64_t *full, *empty;
   int first, last;  // stages of this block
-  int out0, m0, matrix;
+  int out0, m0, matrix, first_stored;
 
   __device__ __forceinline__ uint32_t w_at(int slot) const { return shared_address(shared) + slot * S::kStage; }
   __device__ __forceinline__ uint32_t x_at(int slot) const { return w_at(slot) + S::kW; }
@@ -72,7 +73,7 @@ struct BytesBlock {
   __device__ __forceinline__ void load_w(int slot, int stage) const {
     barrier_arrive_expecting(&full[slot], S::kStage);
     const int deep = stage * S::kDeep;
-    copy_box(w_at(slot), &a.w_map, FORM == kDot ? deep : out0, FORM == kDot ? out0 : deep, matrix, &full[slot]);
+    copy_box(w_at(slot), &a.w_map, FORM == kDot ? deep : out0, FORM == kDot ? out0 : deep, first_stored + matrix, &full[slot]);
   }
   __device__ __forceinline__ void load_x(int slot, int stage) const {
     copy_box(x_at(slot), &a.x_map, stage * S::kDeep, m0, matrix, &full[slot]);
@@ -219,7 +220,7 @@ struct BytesBlock {
   }
 
   __device__ __forceinline__ float scale_of(int out) const {
-    return out < a.outs ? load_float(a.scale + matrix * a.scale_batch, out * a.scale_step, a.scale_dtype) : 0.f;
+    return out < a.outs ? load_float(a.scale + (first_stored + matrix) * a.scale_batch, out * a.scale_step, a.scale_dtype) : 0.f;
   }
   __device__ __forceinline__ float x_scale_of(int row) const {
     return row < a.m ? a.x_scale[static_cast<int64_t>(matrix) * a.m + row] : 0.f;
@@ -339,6 +340,7 @@ __global__ void __launch_bounds__(384, 1) bytes_kernel(const __grid_constant__ B
   const int split = blockIdx.y, splits = gridDim.y;
   BytesBlock<KIND, FORM, N> block{a, shared};
   block.full = reinterpret_cast<uint64_t*>(shared + S::kBarriers), block.empty = block.full + S::kStages;
+  block.first_stored = first_matrix(a.stack);
   block.first = split * a.stages_per_split, block.last = min(a.stages, block.first + a.stages_per_split);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) barrier_init(&block.full[i], 1), barrier_init(&block.empty[i], 8);

@@ -21,14 +21,14 @@ cudaError_t launch_bytes(cudaStream_t stream, const BytesProduct& p, const Devic
   a.m = static_cast<int32_t>(p.m), a.outs = static_cast<int32_t>(outs);
   a.y_dtype = p.y_dtype, a.scale_dtype = d.scale_dtype;
   a.scale_step = d.scale_rows * d.scale_cols > 1;
-  a.scale_batch = d.scale_rows * d.scale_cols * item_size(d.scale_dtype);
+  a.scale_batch = d.scale_rows * d.scale_cols * item_size(d.scale_dtype), a.stack = d.stack;
   a.m_tiles = static_cast<int32_t>(ceil_div<int64_t>(p.m, N));
   const int64_t per_matrix = ceil_div<int64_t>(outs, S::kOuts) * a.m_tiles;
   if (per_matrix * d.count >= int64_t{1} << 31) return cudaErrorNotSupported;
   a.per_matrix = static_cast<int32_t>(per_matrix), a.tiles = static_cast<int32_t>(per_matrix * d.count);
   a.stages = static_cast<int32_t>(ceil_div<int64_t>(deep, 2 * S::kDeep)) * 2;
   const uint64_t cols = d.cols, rows = d.rows, count = d.count, width = deep, m = p.m, pitch = p.x_pitch, across = outs;
-  const Boxes w{d.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {cols, rows, count}, {cols, cols * rows}, {128, 128, 1}, 128};
+  const Boxes w{d.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {cols, rows, stored_in(d)}, {cols, cols * rows}, {128, 128, 1}, 128};
   const Boxes x{p.x, CU_TENSOR_MAP_DATA_TYPE_UINT8, {width, m, count}, {pitch, pitch * m}, {128, N, 1}, 128};
   const Boxes y{p.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, {across, m, count}, {across * 2, across * 2 * m}, {64, S::kPass, 1}, 128};
   if (!make_tensor_map(&a.w_map, w) || !make_tensor_map(&a.x_map, x)) return cudaErrorNotSupported;

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace eformer {
 
 // Ways to decode. Formats of 4 bits differ in their 16 values; those of kCode4 (int4, iq4_nl, fp4) are exact in 16-bit
@@ -174,6 +176,11 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// The number of the first matrix. Ask early: whatever is fetched of the matrices waits for it.
+__device__ __forceinline__ int first_matrix(const Stack& stack) {
+  return stack.index ? min(max(__ldg(stack.index), 0), stack.groups - 1) * stack.count : 0;
 }
 
 }  // namespace eformer

@@ -33,6 +33,7 @@ struct DotArgs {
   int32_t scale_piece, scale_bytes, scale_copies_log, scale_share_log;
   int32_t scale_dtype, row_scale, y_dtype;  // row_scale: 0 none, 1 one per row, 2 one for all
   int64_t codes_batch, scale_batch, x_batch, y_batch;
+  Stack stack;
   Book book;
 };
 
@@ -533,11 +534,11 @@ __global__ void __launch_bounds__(DotShape<FMT, NT, T, WK, STAGES>::kThreads, 1)
   if (begin >= end) return;
   DotBlock<FMT, E, NT, T, WK, STAGES> block{a, shared + S::kTable, {shared, static_cast<uint32_t>(lane * 4)}};
   block.full = full, block.empty = empty, block.slot = 0, block.phase = 0;
-  block.codes = a.codes + (nothing ? 0 : batch * a.codes_batch);
-  block.scale = a.scale + (nothing ? 0 : batch * a.scale_batch);
+  block.matrix = nothing ? 0 : first_matrix(a.stack) + batch;
+  block.codes = a.codes + block.matrix * a.codes_batch;
+  block.scale = a.scale + block.matrix * a.scale_batch;
   block.block_rows = a.tiles * 16;
   block.x_bytes = S::x_bytes(a.x_rows);
-  block.matrix = nothing ? 0 : batch;
   block.row0 = row_block * block.block_rows;
   block.warp_k = warp % WK, block.warp_r = warp / WK;
   block.lane = lane, block.g = lane / 4, block.t = lane % 4;

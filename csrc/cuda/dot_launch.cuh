@@ -45,7 +45,7 @@ bool describe_boxes(const Product& p, DotArgs* a) {
   const uint64_t rows = d.rows, count = d.count, bytes = d.row_bytes, cols = d.cols;
   const uint32_t box_rows = a->tiles * 16;
   constexpr CUtensorMapDataType kByte = CU_TENSOR_MAP_DATA_TYPE_UINT8, kTwo = CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  const Boxes codes{d.codes, kByte, {bytes, rows, count}, {bytes, bytes * rows}, {128, box_rows, 1}, true};
+  const Boxes codes{d.codes, kByte, {bytes, rows, stored_in(d)}, {bytes, bytes * rows}, {128, box_rows, 1}, true};
   if (!make_tensor_map(&a->codes_map, codes)) return false;
   const uint64_t x_rows = p.groups ? p.m : p.m * count;
   const Boxes x{p.x, kTwo, {S::kXBox, x_rows, cols / S::kXBox}, {cols * 2, S::kXBox * 2},
@@ -53,7 +53,7 @@ bool describe_boxes(const Product& p, DotArgs* a) {
   if (cols % S::kXBox || !make_tensor_map(&a->x_map, x)) return false;
   if (!kInNibbles<FMT>) return true;
   const uint64_t pitch = d.scale_cols * item_size(d.scale_dtype), box_bytes = a->scale_bytes;
-  const Boxes scale{d.scale, kByte, {pitch, rows, count}, {pitch, pitch * rows}, {static_cast<uint32_t>(box_bytes), box_rows, 1}, false};
+  const Boxes scale{d.scale, kByte, {pitch, rows, stored_in(d)}, {pitch, pitch * rows}, {static_cast<uint32_t>(box_bytes), box_rows, 1}, false};
   return a->scale_piece == 16 && make_tensor_map(&a->scale_map, scale);
 }
 
@@ -64,7 +64,7 @@ static __global__ void sum_kernel(const __grid_constant__ DotArgs a, int splits,
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     float total = 0.f;
     for (int s = 0; s < splits; ++s) total += a.partial[s * size + i];
-    const int64_t batch = a.y_batch ? i / a.y_batch : 0;
+    const int64_t batch = first_matrix(a.stack) + (a.y_batch ? i / a.y_batch : 0);
     store_float(a.y, i, a.y_dtype, total * row_factor(a, a.scale + batch * a.scale_batch, static_cast<int>(i % a.rows)));
   }
 }
@@ -106,7 +106,7 @@ cudaError_t launch_dot(cudaStream_t stream, const Product& p, const Device& devi
   const int blocks_y = ceil_div(a.stages, a.stages_per_split);
   a.partial = blocks_y > 1 ? p.partial : nullptr;
   a.codes_batch = d.row_bytes * d.rows, a.x_batch = p.m * d.cols, a.y_batch = p.m * d.rows;
-  a.scale_batch = d.scale ? d.scale_rows * d.scale_cols * item_size(d.scale_dtype) : 0;
+  a.scale_batch = d.scale ? d.scale_rows * d.scale_cols * item_size(d.scale_dtype) : 0, a.stack = d.stack;
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
   a.row_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
   a.codes_unit = unit_of(d.codes, d.row_bytes, a.codes_batch);

@@ -10,7 +10,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 4;
+constexpr int64_t abi_version = 5;
 // Values in a stored byte, by the number of the format; 0 where there are no kernels for it.
 constexpr int64_t per_byte[10] = {2, 1, 4, 8, 2, 2, 2, 0, 1, 1};
 
@@ -57,6 +57,15 @@ ffi::Error matrices(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t fmt, int
   return ffi::Error::Success();
 }
 
+// The codes are a stack of groups of `count` matrices, of which the index names one; or it has no elements.
+ffi::Error choose_group(ffi::Buffer<ffi::S32> index, int64_t count, Matrices* d) {
+  if (index.element_count() == 0) return ffi::Error::Success();
+  if (index.element_count() != 1 || count < 1 || d->count % count) return invalid("the index does not fit the codes.");
+  d->stack = {index.typed_data(), static_cast<int32_t>(d->count / count), static_cast<int32_t>(count)};
+  d->count = count;
+  return ffi::Error::Success();
+}
+
 ffi::Error product(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, Product p, int64_t tiles, int64_t splits) {
   const auto x_type = float_type(x), y_type = float_type(y);
   if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
@@ -69,12 +78,13 @@ ffi::Error product(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, Prod
   return finished(*x_type == 1 ? multiply_bf16(stream, p) : multiply_f16(stream, p));
 }
 
-ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> index,
                    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::F32>> work, int64_t fmt, int64_t cols,
                    int64_t block, int64_t tiles, int64_t splits) {
   Product p{};
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions();
+  if (ffi::Error e = choose_group(index, xd.size() ? xd[0] : 0, &p.d); e.failure()) return e;
   if (xd.size() != 3 || yd.size() != 3 || xd[0] != p.d.count || xd[2] != cols || yd[0] != xd[0] || yd[1] != xd[1] ||
       yd[2] != p.d.rows)
     return invalid("x and y do not fit the codes.");
@@ -85,13 +95,14 @@ ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   return product(stream, x, *y, p, tiles, splits);
 }
 
-ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> index,
                 ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
                 int64_t outs, int64_t splits, int64_t rest, int64_t rest_splits) {
   WideProduct w{};
   Product& p = w.p;
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions();
+  if (ffi::Error e = choose_group(index, xd.size() ? xd[0] : 0, &p.d); e.failure()) return e;
   const int64_t deep = axpy ? p.d.rows : cols, across = axpy ? cols : p.d.rows;
   if (xd.size() != 3 || yd.size() != 3 || xd[0] != p.d.count || xd[2] != deep || yd[0] != xd[0] || yd[1] != xd[1] ||
       yd[2] != across)
@@ -110,13 +121,14 @@ ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi
 // x is rounded to codes, which go into `rounded` with their scales in `found`. `given` has no elements where the scales of x
 // are to be found.
 ffi::Error bytes(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                 ffi::Buffer<ffi::F32> given, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U8>> rounded,
+                 ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U8>> rounded,
                  ffi::Result<ffi::Buffer<ffi::F32>> found, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
                  int64_t splits) {
   BytesProduct p{};
   if (fmt != 1 && fmt != 8) return invalid("x is rounded to 8 bits for int8 and e4m3 weights only.");
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions(), rd = rounded->dimensions();
+  if (ffi::Error e = choose_group(index, xd.size() ? xd[0] : 0, &p.d); e.failure()) return e;
   const int64_t deep = axpy ? p.d.rows : cols, across = axpy ? cols : p.d.rows;
   const auto x_type = float_type(x), y_type = float_type(*y);
   if (!x_type || !y_type) return invalid("x and y must be floats.");
@@ -152,10 +164,11 @@ ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, f
   return product(stream, x, *y, p, tiles, 1);
 }
 
-ffi::Error dequant(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> y,
+ffi::Error dequant(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y,
                    int64_t fmt, int64_t cols, int64_t block) {
   Rows r{};
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &r.d); e.failure()) return e;
+  if (ffi::Error e = choose_group(index, 1, &r.d); e.failure()) return e;
   const auto type = float_type(*y);
   r.n = r.d.count * r.d.rows;
   if (!type || static_cast<int64_t>(y->element_count()) != r.n * cols) return invalid("y does not fit the codes.");
@@ -184,6 +197,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQmatmul, qmatmul,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("fmt")
@@ -198,6 +212,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaWide, wide,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("fmt")
                                   .Attr<int64_t>("cols")
@@ -216,6 +231,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaBytes, bytes,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
@@ -244,6 +260,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaDequant, dequant,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("fmt")
                                   .Attr<int64_t>("cols")

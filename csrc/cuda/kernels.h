@@ -7,6 +7,13 @@
 
 namespace eformer {
 
+// Which of several groups of `count` matrices, one behind the other, are meant: group *index. Null: there is one group.
+// The number is read on the device, where the loop of a program over its layers has it.
+struct Stack {
+  const int32_t* index;
+  int32_t groups, count;
+};
+
 // Matrices as they are stored; see src/eformer/_kernels/formats.py for the layout.
 struct Matrices {
   int fmt;  // 0 nf4, 1 int8, 2 ternary, 3 binary, 4 int4, 5 iq4_nl, 6 fp4, 8 fp8_e4m3, 9 fp8_e5m2
@@ -16,7 +23,10 @@ struct Matrices {
   const uint8_t* scale;  // null without one
   int scale_dtype;
   int64_t scale_rows, scale_cols;
+  Stack stack;
 };
+
+inline uint64_t stored_in(const Matrices& d) { return static_cast<uint64_t>(d.count * (d.stack.index ? d.stack.groups : 1)); }
 
 inline bool in_nibbles(int64_t fmt) { return fmt == 0 || (fmt >= 4 && fmt <= 6); }
 

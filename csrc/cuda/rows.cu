@@ -59,6 +59,9 @@ __global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constan
   if (threadIdx.x < 16 && threadIdx.y == 0) book[threadIdx.x] = values.v[threadIdx.x];
   __syncthreads();
   const Matrices& d = r.d;
+  const int64_t skipped = first_matrix(d.stack);
+  const uint8_t* codes = d.codes + skipped * d.rows * d.row_bytes;
+  const uint8_t* scale = d.scale + skipped * d.scale_rows * d.scale_cols * item_size(d.scale_dtype);
   const int64_t pieces = (d.cols + 7) / 8, piece = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (piece >= pieces) return;
   const int64_t c = piece * 8;
@@ -69,18 +72,18 @@ __global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constan
        i += static_cast<int64_t>(gridDim.y) * blockDim.y) {
     const int64_t row = r.indices ? min(max(static_cast<int64_t>(r.indices[i]), int64_t{0}), d.rows - 1) : i;
     float v[8];
-    decode_eight<FMT>(v, d.codes + row * d.row_bytes, c, valid, book);
+    decode_eight<FMT>(v, codes + row * d.row_bytes, c, valid, book);
     if (d.scale) {
       // All matrices lie one behind the other: rows count through.
       const int64_t at = (d.scale_rows > 1 ? row : d.count > 1 ? row / d.rows : 0) * d.scale_cols;
       if (FMT == kNf4 || d.scale_cols == 1) {
-        const float s = load_scale(d.scale, FMT == kNf4 ? row * d.scale_cols + block : at, d.scale_dtype);
+        const float s = load_scale(scale, FMT == kNf4 ? row * d.scale_cols + block : at, d.scale_dtype);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] *= s;
       } else {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          if (e < valid) v[e] *= load_scale(d.scale, at + (d.scale_cols == 1 ? 0 : c + e), d.scale_dtype);
+          if (e < valid) v[e] *= load_scale(scale, at + (d.scale_cols == 1 ? 0 : c + e), d.scale_dtype);
         }
       }
     }
@@ -108,7 +111,9 @@ __global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Row
   const Matrices& d = r.d;
   const int c = (blockIdx.x * blockDim.x + threadIdx.x) * 8, step = gridDim.y * blockDim.y;
   if (c >= d.cols) return;
-  const uint8_t* codes = d.codes + c / kPerByte<FMT>;
+  const int64_t skipped = first_matrix(d.stack);
+  const uint8_t* codes = d.codes + skipped * d.rows * d.row_bytes + c / kPerByte<FMT>;
+  const uint8_t* scales = d.scale + skipped * d.scale_rows * d.scale_cols * item_size(d.scale_dtype);
   const int64_t scale_column = kInNibbles<FMT> ? c / d.block : 0, scale_pitch = d.scale_rows == 1 ? 0 : d.scale_cols;
 #pragma unroll 1
   for (int64_t first = blockIdx.y * blockDim.y + threadIdx.y; first < r.n; first += kAhead * step) {
@@ -123,7 +128,7 @@ __global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Row
       if constexpr (kPerByte<FMT> == 2) words[u].x = __ldg(reinterpret_cast<const uint32_t*>(from));
       if constexpr (kPerByte<FMT> == 4) words[u].x = __ldg(reinterpret_cast<const uint16_t*>(from));
       if constexpr (kPerByte<FMT> == 8) words[u].x = __ldg(from);
-      scale[u] = d.scale ? load_scale(d.scale, row * scale_pitch + scale_column, d.scale_dtype) : 1.f;
+      scale[u] = d.scale ? load_scale(scales, row * scale_pitch + scale_column, d.scale_dtype) : 1.f;
     }
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {

@@ -35,6 +35,7 @@ struct SkinnyArgs {
   int32_t width_log;  // lanes of four that keep sums (logarithm)
   int64_t next_tile, next_chunk;  // bytes from a piece to the next one of its chunk, to the first one of the next chunk
   int64_t codes_batch, scale_batch, x_batch, y_batch;
+  Stack stack;
   Book book;
   RoughBook rough_book;
   FieldBits fields;
@@ -78,9 +79,9 @@ struct SkinnyShape {
 
 // One element of the product without anything added to the weights, for what comes out infinite or NaN. It is slow.
 template <int FMT, class E>
-__device__ __noinline__ float exact(const SkinnyArgs& a, int matrix, int row, int column) {
+__device__ __noinline__ float exact(const SkinnyArgs& a, int first, int matrix, int row, int column) {
   constexpr int kPerByte = FMT == kTernary ? 4 : 8;
-  const uint8_t* codes = a.codes + matrix * a.codes_batch + static_cast<int64_t>(row) * a.row_bytes;
+  const uint8_t* codes = a.codes + (first + matrix) * a.codes_batch + static_cast<int64_t>(row) * a.row_bytes;
   const E* x = reinterpret_cast<const E*>(a.x) + matrix * a.x_batch + static_cast<int64_t>(column) * a.cols;
   float sum = 0.f;
 #pragma unroll 1
@@ -102,6 +103,7 @@ struct SkinnyWarp {
   Weights<FMT, Operand> weights;
   uint8_t* shared;
   int lane, g, t;
+  int first_stored;                    // the number of the first matrix
   int first_chunk, first_tile, count;  // of this warp's pieces in every group
   int group, tile, left;               // the piece that is asked for next
   const uint8_t* from;                 // this lane's cell of it
@@ -122,7 +124,7 @@ struct SkinnyWarp {
     group = index, tile = first_tile, left = count;
     if (index < a.total) {
       const int64_t row = row_of(index) + first_tile * 16 + lane / S::kCells;
-      from = a.codes + matrix_of(index) * a.codes_batch + row * a.row_bytes + first_chunk * S::kSegment +
+      from = a.codes + (first_stored + matrix_of(index)) * a.codes_batch + row * a.row_bytes + first_chunk * S::kSegment +
              lane % S::kCells * 16;
     }
   }
@@ -226,7 +228,7 @@ struct SkinnyWarp {
   // Brings the scales of a group into shared memory, with all other warps.
   __device__ __forceinline__ void fetch_scales(int index, int warp) const {
     const int pitch = S::scale_pitch(a.scale_cells), row0 = row_of(index);
-    const uint8_t* src = a.scale + matrix_of(index) * a.scale_batch + static_cast<int64_t>(row0) * (a.scale_cells * 16);
+    const uint8_t* src = a.scale + (first_stored + matrix_of(index)) * a.scale_batch + static_cast<int64_t>(row0) * (a.scale_cells * 16);
     const uint32_t dst = shared_address(shared) + S::kScales;
 #pragma unroll 1
     for (int row = warp; row < a.tiles * 16; row += WARPS)
@@ -392,7 +394,7 @@ struct SkinnyWarp {
     if (FMT == kNf4) return 1.f / (TERMS == 1 ? kRoughFactor : kCodebookFactor<__half>);
     if (kInNibbles<FMT>) return 1.f;
     if (!a.row_scale || e.row >= a.rows) return 1.f;
-    return load_float(a.scale + e.matrix * a.scale_batch, a.row_scale == 1 ? e.row : 0, a.scale_dtype);
+    return load_float(a.scale + (first_stored + e.matrix) * a.scale_batch, a.row_scale == 1 ? e.row : 0, a.scale_dtype);
   }
   // Adds up what all warps have. `factor` is that of the first element.
   __device__ __forceinline__ void finish(int index, float factor) const {
@@ -414,7 +416,7 @@ struct SkinnyWarp {
         v.z += __shfl_xor_sync(~0u, v.z, d), v.w += __shfl_xor_sync(~0u, v.w, d);
       }
       float total = part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w;
-      if (kBiased && e.column < a.m && e.row < a.rows && !isfinite(total)) total = exact<FMT, E>(a, e.matrix, e.row, e.column);
+      if (kBiased && e.column < a.m && e.row < a.rows && !isfinite(total)) total = exact<FMT, E>(a, first_stored, e.matrix, e.row, e.column);
       const int64_t at = e.matrix * a.y_batch + static_cast<int64_t>(e.column) * a.rows + e.row;
       if (e.column < a.m && e.row < a.rows) store_float(a.y, at, a.y_dtype, total * factor);
     }
@@ -429,12 +431,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   SkinnyWarp<FMT, E, NT, KC, RING, WARPS, TERMS> w{a, {shared, static_cast<uint32_t>(lane * 4), a.fields}, shared};
   w.lane = lane, w.g = lane / 4, w.t = lane % 4;
+  w.first_stored = first_matrix(a.stack);
   const int pieces = a.chunks * a.tiles, first = pieces * warp / WARPS;
   w.count = pieces * (warp + 1) / WARPS - first;
   w.first_chunk = __umulhi(2 * first, a.tiles_magic), w.first_tile = first - w.first_chunk * a.tiles;
   w.ring = w.oldest = shared_address(shared) + S::kRing + warp * (RING * S::kPiece);
-  w.at_group(w.count > 0 ? static_cast<int>(blockIdx.x) : a.total);
   w.load_x(w.first_chunk, w.matrix_of(blockIdx.x));  // first: the pieces come in any order, and none is of use without x
+  w.at_group(w.count > 0 ? static_cast<int>(blockIdx.x) : a.total);
   if constexpr (kInNibbles<FMT>) w.fetch_scales(blockIdx.x, warp);
 #pragma unroll 1
   for (int i = 0; i < RING; ++i) w.issue();

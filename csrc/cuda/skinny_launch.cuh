@@ -58,7 +58,7 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   a.width_log = S::width_log(a.m);
   a.next_tile = 16 * d.row_bytes, a.next_chunk = S::kSegment - (a.tiles - 1) * a.next_tile;
   a.codes_batch = d.row_bytes * d.rows, a.x_batch = p.m * d.cols, a.y_batch = p.m * d.rows;
-  a.scale_batch = d.scale_rows * scale_row;
+  a.scale_batch = d.scale_rows * scale_row, a.stack = d.stack;
   if constexpr (kInNibbles<FMT>) a.book = book_of(d.fmt), a.rough_book = rough_book();
   if constexpr (FMT == kTernary || FMT == kBinary) a.fields = Weights<FMT, E>::field_bits();
   auto* kernel = &skinny_kernel<FMT, E, NT, KC, RING, WARPS, TERMS>;

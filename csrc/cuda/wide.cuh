@@ -21,7 +21,7 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
   using typename Loader::S;
   using typename Loader::W;
   using Loader::a, Loader::shared, Loader::full_x, Loader::empty_x, Loader::full_c, Loader::empty_c;
-  using Loader::out0, Loader::m0, Loader::matrix, Loader::first, Loader::last;
+  using Loader::out0, Loader::m0, Loader::matrix, Loader::stored, Loader::first, Loader::last;
   using Loader::x_at, Loader::codes_at, Loader::scales_at;
 
   __device__ __forceinline__ void multiply(float (&acc)[S::kTiles][N / 2], int group, int lane, int warp) {
@@ -99,7 +99,7 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
     static_assert(G * 128 % kAcross == 0, "a thread stays with its outs");
     const int out = threadIdx.x % kAcross * 4, width = min(N, a.m - m0);
     const uint32_t sums = shared_address(shared) + W::kTable + out * 4;
-    const uint8_t* scale = a.scale + matrix * a.scale_batch;
+    const uint8_t* scale = a.scale + stored * a.scale_batch;
     float factor[4] = {1.f, 1.f, 1.f, 1.f};
     if (a.out_scale) {
 #pragma unroll
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
   WideBlock<FMT, E, FORM, N, G, D, TERMS> block{{a, shared}};
   const int tile = a.first_tile + blockIdx.x;
   block.out0 = tile / a.m_chunks * W::kOuts, block.m0 = tile % a.m_chunks * N;
-  block.matrix = blockIdx.z;
+  block.matrix = blockIdx.z, block.stored = first_matrix(a.stack) + block.matrix;
   block.first = split * a.stages_per_split, block.last = min(a.stages, block.first + a.stages_per_split);
   block.init();
   __syncthreads();

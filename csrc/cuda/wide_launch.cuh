@@ -25,13 +25,13 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
   a.out_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows * d.scale_cols == 1 ? 2 : 1;
   a.scale_batch = d.scale ? d.scale_rows * d.scale_cols * item_size(d.scale_dtype) : 0;
-  a.y_batch = p.m * outs;
+  a.y_batch = p.m * outs, a.stack = d.stack;
   if constexpr (kInNibbles<FMT>) a.book = book_of(d.fmt), a.rough_book = rough_book();
   a.m_chunks = static_cast<int32_t>(ceil_div<int64_t>(p.m, N));
   a.stages = static_cast<int32_t>(ceil_div<int64_t>(deep, S::kDeep));
   const uint64_t bytes = d.row_bytes, rows = d.rows, count = d.count, width = deep, m = p.m;
   constexpr uint32_t kBox = S::kBoxBytes, kRows = S::kBoxRows;
-  const Boxes codes{d.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {bytes, rows, count}, {bytes, bytes * rows}, {kBox, kRows, 1},
+  const Boxes codes{d.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {bytes, rows, stored_in(d)}, {bytes, bytes * rows}, {kBox, kRows, 1},
                     kBox == 16 ? 0 : static_cast<int>(kBox)};
   const Boxes x{p.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, {width, m, count}, {width * 2, width * 2 * m}, {64, N, 1}, 128};
   if constexpr (kInNibbles<FMT>) {
@@ -39,7 +39,7 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
     const uint32_t item = item_size(d.scale_dtype);
     const uint64_t columns = d.scale_cols;
     const Boxes scale{d.scale, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                      {columns, rows, count}, {columns * item, columns * item * rows}, {S::kRawRow / item, S::kScaleRows, 1}, 0};
+                      {columns, rows, stored_in(d)}, {columns * item, columns * item * rows}, {S::kRawRow / item, S::kScaleRows, 1}, 0};
     a.boxed = kGroup<FMT> << a.share_log == d.block && make_tensor_map(&a.scale_map, scale);
   }
   if (!make_tensor_map(&a.codes_map, codes) || !make_tensor_map(&a.x_map, x)) return cudaErrorNotSupported;

@@ -17,6 +17,7 @@ struct WideArgs {
   int32_t m_chunks, stages, stages_per_split;
   int32_t first_tile;                      // of this launch
   int64_t scale_batch, y_batch;
+  Stack stack;
   Book book;
   RoughBook rough_book;
 };
@@ -67,7 +68,7 @@ struct WideLoader {
   const WideArgs& a;
   uint8_t* shared;
   uint64_t *full_x, *empty_x, *full_c, *empty_c, *full_r;  // full_r: scales as they are stored
-  int out0, m0, matrix, first, last;
+  int out0, m0, matrix, stored, first, last;  // matrix of the product, and its number among those that are stored
 
   __device__ __forceinline__ uint32_t x_at(int slot) const { return shared_address(shared) + W::kTable + slot * W::kX; }
   __device__ __forceinline__ uint32_t codes_at(int slot) const { return x_at(W::kXStages) + slot * W::kCodes; }
@@ -102,7 +103,7 @@ struct WideLoader {
         if (a.boxed) {
           const int at = first_scale(stage) & -(16 / item_size(a.scale_dtype));  // boxes begin at whole 16 bytes
           barrier_arrive_expecting(&full_r[ring.slot], W::kRaw);
-          copy_box(raw_at(ring.slot), &a.scale_map, at, FORM == kDot ? out0 : stage * S::kDeep, matrix, &full_r[ring.slot]);
+          copy_box(raw_at(ring.slot), &a.scale_map, at, FORM == kDot ? out0 : stage * S::kDeep, stored, &full_r[ring.slot]);
         }
       }
       barrier_arrive_expecting(&full_c[ring.slot], W::kCodes);
@@ -111,7 +112,7 @@ struct WideLoader {
       for (int i = 0; i < S::kBoxes; ++i) {
         const int byte = (FORM == kDot ? stage * S::kRowBytes : out0 / S::kPerByte) + i * S::kBoxBytes;
         const int row = FORM == kDot ? out0 : stage * S::kDeep;
-        copy_box(codes_at(ring.slot) + i * kBox, &a.codes_map, byte, row, matrix, &full_c[ring.slot]);
+        copy_box(codes_at(ring.slot) + i * kBox, &a.codes_map, byte, row, stored, &full_c[ring.slot]);
       }
     }
   }
@@ -229,7 +230,7 @@ struct WideLoader {
       }
       return;
     }
-    const uint8_t* scale = a.scale + matrix * a.scale_batch;
+    const uint8_t* scale = a.scale + stored * a.scale_batch;
     Scales now[kPieces * kRows], next[kPieces * kRows];
     fetch_scales(next, scale, first, thread);
 #pragma unroll 1

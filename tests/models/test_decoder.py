@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer import QuantizedCache, materialization_policy
+from eformer import QuantizedCache, materialization_policy, quantize
 from eformer.jaximus import explain
-from eformer.models import Config, Model, decode, forward, generate, init, make_cache
+from eformer.models import Config, Model, decode, forward, fuse, generate, init, make_cache
 from eformer.ops.quantization import dequantize_tree, quantize_tree
 
 CONFIG = Config(vocabulary=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96)
@@ -100,3 +100,31 @@ def test_caches_that_do_not_fit(key: jax.Array):
         ValueError, match="format='fp8' is not a format of caches; allowed are 'int8', 'int8\\+int4', 'int4' and None"
     ):
         make_cache(CONFIG, 1, 4, format="fp8")
+
+
+@pytest.mark.parametrize("options", [{"dtype": "nf4"}, {"dtype": "int8", "axis": 0}, None], ids=str)
+def test_joined_matrices_compute_what_they_do_apart(key: jax.Array, options: dict[str, Any] | None):
+    params, tokens = init(CONFIG, key), jax.random.randint(key, (2, 5), 0, 32)
+    layers = dict(params["layers"])
+    matrices = [name for name in layers if not name.startswith("norm")]
+    if options is not None:
+        layers |= {name: quantize(layers[name], **options) for name in matrices}
+    layers |= {f"{part}_bias": jax.random.normal(key, (2, layers[part].shape[-1])) for part in "qkv"}
+    whole = fuse({**params, "layers": layers})
+    assert {"qkv", "qkv_bias", "gate_up"} <= set(whole["layers"])
+    assert not {"q", "k_bias", "up"} & set(whole["layers"])
+    assert type(whole["layers"]["qkv"]) is type(layers["q"])
+    run = jax.jit(forward, static_argnums=0)
+    np.testing.assert_allclose(
+        run(CONFIG, whole, tokens), run(CONFIG, {**params, "layers": layers}, tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_matrices_that_are_not_alike_or_that_are_split_stay_apart(key: jax.Array):
+    params = init(CONFIG, key)
+    mixed = quantize_tree(params, {"*/q": "int8", "*/gate": "nf4", "*/up": "nf4"}, min_size=0, donate=False)
+    assert {"q", "k", "v", "gate_up"} <= set(fuse(mixed)["layers"])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    columns = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "model"))
+    split = {name: jax.device_put(w, columns) if w.ndim == 3 else w for name, w in params["layers"].items()}
+    assert set(fuse({**params, "layers": split})["layers"]) == set(split)

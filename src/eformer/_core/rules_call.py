@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer import errors
+from eformer import _stacks, errors
 from eformer._jax import jaxprs, traces
 
 from .materialization import dense_for, during, materialize, repeat_notices
@@ -91,7 +91,8 @@ def _sharding_constraint(primitive: Any, values: list[Any], params: dict[str, An
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    if jaxprs.inlined_early(params["inline"]) and traces.current_trace() is not traces.eval_trace:
+    inlined = jaxprs.inlined_early(params["inline"]) or _reads_a_stack(values, params)
+    if inlined and traces.current_trace() is not traces.eval_trace:
         return call_jaxpr(params["jaxpr"], values)
     in_shardings = ()
     for sharding in params["in_shardings"]:
@@ -102,6 +103,14 @@ def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]
     if notices:
         repeat_notices(notices, {type(v) for v in values})
     return jitted(*values)
+
+
+def _reads_a_stack(values: list[Any], params: dict[str, Any]) -> bool:
+    """Is there a layer of a stack among the arguments, whose place would be forgotten? Shardings come first."""
+    if not any(_stacks.place_of(leaf) for leaf in jtu.tree_leaves([v for v in values if is_implicit(v)])):
+        return False
+    asked = (*params["in_shardings"], *params["out_shardings"])
+    return not any(isinstance(sharding, jax.sharding.Sharding) for sharding in asked)
 
 
 def _placed_arguments(primitive: Any, values: list[Any], params: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -182,7 +191,11 @@ def _checkpoint(primitive: Any, values: list[Any], params: dict[str, Any]) -> li
 
 
 def _checkpointed(jaxpr: Any, prevent_cse: bool, policy: Any, values: list[Any]) -> list[Any]:
-    return jax.checkpoint(lambda *a: call_jaxpr(jaxpr, a), prevent_cse=prevent_cse, policy=policy)(*values)
+    def again(*inside: Any) -> list[Any]:
+        with _stacks.passed_on(jtu.tree_leaves(values), jtu.tree_leaves(inside)):
+            return call_jaxpr(jaxpr, inside)
+
+    return jax.checkpoint(again, prevent_cse=prevent_cse, policy=policy)(*values)
 
 
 @rule("closed_call", "core_call", "core_closed_call", "eval_jaxpr")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer import errors
+from eformer import _stacks, errors
 from eformer._jax import jaxprs
 
 from . import shape_dtype as _shape_dtype
@@ -76,15 +76,24 @@ def _scan(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any
             lambda k, c, x: _matched(call_jaxpr(jaxpr, [*k, *c, *x])[:n_carry], c), consts, carry, one
         )
 
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = call_jaxpr(jaxpr, [*consts, *carry, *x])
+    def body(carry: list[Any], given: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+        x, index = given
+        layers = [place for one, stack in zip(x, xs, strict=True) for place in _places(one, stack, index)]
+        with _stacks.noted(layers):
+            out = call_jaxpr(jaxpr, [*consts, *carry, *x])
         ys = [y if not is_implicit(y) or can_stack(y) else dense_for(primitive, y) for y in out[n_carry:]]
         return _like(primitive, out[:n_carry], carry), ys
 
     options = {k: params[k] for k in ("reverse", "unroll", "_split_transpose") if k in params}
     carry = _stable_carry(primitive, list(carry), step)
-    carry, ys = jax.lax.scan(body, carry, xs, length=length, **options)
+    carry, ys = jax.lax.scan(body, carry, (xs, jnp.arange(length, dtype=jnp.int32)), length=length, **options)
     return [*carry, *ys]
+
+
+def _places(layer: Any, stack: Any, index: Any) -> list[_stacks.Place]:
+    if not is_implicit(layer):
+        return []
+    return [_stacks.Place(*pair, index) for pair in zip(jtu.tree_leaves(layer), jtu.tree_leaves(stack), strict=True)]
 
 
 def can_slice(q: Any) -> bool:

@@ -106,5 +106,5 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     >>> export_checks()[0] == export.DisabledSafetyCheck.custom_call("eformer_cpu_qmatmul")
     True
     """
-    names = [name for library in LIBRARIES for name, _ in library.targets]
+    names = [name for library in LIBRARIES for name, _ in (*library.targets, *library.later)]
     return [export.DisabledSafetyCheck.custom_call(name) for name in names]

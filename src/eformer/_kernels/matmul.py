@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import activations, cpu, cuda, tpu, xla
+from . import activations, cpu, cuda, stacked, tpu, xla
 from .formats import decode, with_batch_of
 from .operation import Axes, Operation, one_after_another
 from .parameters import (
@@ -60,12 +60,19 @@ def qmatmul(
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
         if x.ndim > 1:  # axes of rows stay apart, so that each may be split over devices
-            return PRODUCT.bind(parameters, x, codes, scale, *x_scale, out=out_sharding)
+            return _bound(parameters, x, codes, scale, *x_scale, out=out_sharding)
         one = [s.reshape(1) for s in x_scale]
-        y = PRODUCT.bind(parameters, x.reshape(1, -1), codes, scale, *one).reshape(-1)
+        y = _bound(parameters, x.reshape(1, -1), codes, scale, *one).reshape(-1)
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
     return on_floats(parameters, x, product)
+
+
+def _bound(parameters: Parameters, x: Any, codes: Any, scale: Any, *x_scale: Any, out: Any = None) -> Any:
+    stored = stacked.operands_of(parameters, x, codes, scale) if out is None else None
+    if stored is not None:
+        return IN_STACK.bind(parameters, x, *stored, *x_scale)
+    return PRODUCT.bind(parameters, x, codes, scale, *x_scale, out=out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -219,9 +226,12 @@ PRODUCT = Operation(
     result=lambda parameters, x, codes, *rest: [(out_shape(parameters, x, codes), parameters.out_dtype)],
     problem=problem_of,
     candidates=(
-        Candidate("native_cpu", "native", cpu.refuses_product, cpu.qmatmul),
+        Candidate(
+            "native_cpu", "native", cpu.refuses_product, cpu.qmatmul,
+            in_stack=cpu.qmatmul, takes_stacks=cpu.takes_stacks,
+        ),
         Candidate("xla_batch", "xla", xla.refuses_batch, xla.batched_qmatmul),
-        Candidate("native_cuda", "native", cuda.refuses_product, cuda.qmatmul),
+        Candidate("native_cuda", "native", cuda.refuses_product, cuda.qmatmul, in_stack=cuda.qmatmul),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul),
         Candidate(
             "reference", "small", _tiny, _one_matrix_at_a_time(reference),
@@ -229,8 +239,13 @@ PRODUCT = Operation(
         ),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(xla.qmatmul)),
         Candidate("reference", "reference", anything, reference),
-        Candidate("native_cpu", "native", cpu.refuses_rounded, cpu.byte_matmul, rounds_x=True),
-        Candidate("native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True),
+        Candidate(
+            "native_cpu", "native", cpu.refuses_rounded, cpu.byte_matmul, rounds_x=True,
+            in_stack=cpu.byte_matmul, takes_stacks=cpu.takes_stacks,
+        ),
+        Candidate(
+            "native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True, in_stack=cuda.byte_matmul
+        ),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
         Candidate("reference", "reference", anything, activations.reference, rounds_x=True),
     ),
@@ -241,3 +256,4 @@ PRODUCT = Operation(
     fold=_fold_scale,
     scale_gradient=scale_gradient,
 )  # fmt: skip
+IN_STACK = stacked.in_stack(PRODUCT)

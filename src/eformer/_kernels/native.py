@@ -84,7 +84,8 @@ class Library:
     """What a library of kernels is called and must contain.
 
     It is installed into the Python package `package`. `targets` maps names of XLA custom calls to handler symbols;
-    `abi_symbol` is a C function that returns `abi`, the version of the handlers' operands and attributes.
+    `abi_symbol` is a C function that returns `abi`, the version of the handlers' operands and attributes. Targets in
+    `later` were added since, and libraries of that version may lack them.
     """
 
     backend: str
@@ -94,17 +95,27 @@ class Library:
     abi_symbol: str
     abi: int
     targets: tuple[tuple[str, str], ...]
+    later: tuple[tuple[str, str], ...] = ()
+
+    def has(self, handle: Any, name: str) -> bool:
+        """Is a target of `later` in this library?"""
+        wanted = f"eformer_{self.backend}_{name}"
+        return any(target == wanted and hasattr(handle, symbol) for target, symbol in self.later)
 
     @property
     def title(self) -> str:
         return self.backend.upper()
 
 
-def library_of(backend: str, compiler: str, package: str, abi: int, targets: dict[str, str]) -> Library:
+def library_of(
+    backend: str, compiler: str, package: str, abi: int, targets: dict[str, str], later: dict[str, str] | None = None
+) -> Library:
     """libeformer_<backend>, by the names all libraries follow: "gather" is the target eformer_<backend>_gather."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    named = tuple((f"eformer_{backend}_{name}", symbol) for name, symbol in targets.items())
-    return Library(backend, compiler, package, f"libeformer_{backend}{suffix}", f"eformer_{backend}_abi", abi, named)
+    named = [
+        tuple((f"eformer_{backend}_{name}", symbol) for name, symbol in some.items()) for some in (targets, later or {})
+    ]
+    return Library(backend, compiler, package, f"libeformer_{backend}{suffix}", f"eformer_{backend}_abi", abi, *named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +174,8 @@ def _register(library: Library, handle: Any) -> None:
     except RuntimeError:
         return
     platform = "cpu" if library.backend == "cpu" else library.title
-    for target, symbol in library.targets:
+    there = [(target, symbol) for target, symbol in library.later if hasattr(handle, symbol)]
+    for target, symbol in (*library.targets, *there):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform=platform)
 
 
@@ -183,6 +195,14 @@ def storage_attributes(problem: Problem) -> dict[str, int]:
     return {"fmt": problem.format.number, "cols": problem.cols, "block": problem.block or 0}
 
 
-def in_one_batch_axis(problem: Problem, *operands: Any) -> list[Any]:
-    count, axes = math.prod(problem.batch), len(problem.batch)
-    return [None if array is None else array.reshape(count, *array.shape[axes:]) for array in operands]
+def in_one_batch_axis(
+    problem: Problem, x: Any, codes: Any, scale: Any, *x_scale: Any, stacked: bool = False
+) -> list[Any]:
+    """With one axis for all batch axes; that of codes and scales which are stacked counts through the stack."""
+    axes = len(problem.batch)
+
+    def flat(array: Any, axes: int) -> Any:
+        return None if array is None else array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:])
+
+    stored = [flat(array, axes + stacked) for array in (codes, scale)]
+    return [flat(x, axes), *stored, *(flat(array, axes) for array in x_scale)]

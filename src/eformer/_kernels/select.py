@@ -26,7 +26,8 @@ class Candidate:
     """An implementation: `supports` returns the reason why it cannot take a problem, or None if it can.
 
     `kind` is what a preference names. `run` takes the problem and the operands of the primitive. `why` is what
-    `explain` says when it is chosen. Products that round x have rows of their own, those with `rounds_x`.
+    `explain` says when it is chosen. Products that round x have rows of their own, those with `rounds_x`. `in_stack` is
+    `run` for one entry of a stack, given as `index`, where there is such a kernel; `takes_stacks` says if it is there.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Candidate:
     run: Callable[..., Any]
     why: str | None = None
     rounds_x: bool = False
+    in_stack: Callable[..., Any] | None = None
+    takes_stacks: Callable[[], bool] = lambda: True
 
 
 @dataclasses.dataclass(frozen=True)

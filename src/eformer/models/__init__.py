@@ -24,6 +24,7 @@ from ._decoder import forward as forward
 from ._decoder import init as init
 from ._decoder import make_cache as make_cache
 from ._folder import load as load
+from ._fused import fuse as fuse
 from ._generate import CHUNK as CHUNK
 from ._generate import Memory as Memory
 from ._generate import Model as Model

@@ -29,6 +29,7 @@ from eformer.serialization.streaming.quantize_folder import CONFIG, SHARD, WEIGH
 from . import _llama_file as llama_file
 from ._families import MATRICES, described
 from ._folder import read_json
+from ._fused import JOINED
 from ._generate import Model
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -186,6 +187,11 @@ def _tensors(model: Model, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             if isinstance(value, ADAPTERS):
                 raise ValueError(
                     f"{at}{our} has an adapter; merge_lora folds it into the weight, save_adapter writes it."
+                )
+            if our.removesuffix("_bias") in JOINED:
+                raise ValueError(
+                    f"{at}{our} holds several matrices that `fuse` joined, and folders keep them apart. Save the model "
+                    "before `fuse`, or the tree of its parameters with `eformer.save`."
                 )
             if our in family.norms:
                 yield f"{at}{family.norms[our]}.weight", value

@@ -181,8 +181,8 @@ def decode(config: Config, params: Params, tokens: jax.Array, cache: Cache | Non
 def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | None, start: jax.Array) -> tuple[Any, Any]:
     """What `decode` makes logits of: a vector per token.
 
-    `params["layers"]` is a list of layers, or one dict of stacked ones, which are scanned: quick to compile, but every
-    layer is copied out of the stack before it is used.
+    `params["layers"]` is a list of layers, or one dict of stacked ones, which are scanned: quick to compile.
+    Native kernels read packed layers where they lie in the stack; dense ones are copied out of it first.
     """
     places = start + jnp.arange(tokens.shape[1])
     # Explicit on purpose: only the rows that were looked up are decoded, not the table.
@@ -232,7 +232,8 @@ def _layer(
     if "router" in w:
         h = _experts(config, w, h)
     else:
-        h = _linear(w, "down", ACTIVATIONS[config.activation](_linear(w, "gate", h)) * _linear(w, "up", h))
+        gate, up = _several(w, "gate_up", {"gate": config.hidden, "up": config.hidden}, h)
+        h = _linear(w, "down", ACTIVATIONS[config.activation](gate) * up)
     return x + (_norm(config, h, w["norm_mlp_out"]) if "norm_mlp_out" in w else h), cache
 
 
@@ -241,14 +242,24 @@ def _linear(w: Params, name: str, x: jax.Array) -> jax.Array:
     return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
 
 
+def _several(w: Params, joined: str, sizes: Mapping[str, int], x: jax.Array) -> list[jax.Array]:
+    """Products of one x: of matrices of their own, or of one that `fuse` made of them."""
+    if joined not in w:
+        return [_linear(w, name, x) for name in sizes]
+    ends = np.cumsum(list(sizes.values()))[:-1]
+    return jnp.split(_linear(w, joined, x), ends, axis=-1)
+
+
 def _attention(
     config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: jax.Array
 ) -> tuple[jax.Array, Any]:
-    def heads(name: str, count: int) -> jax.Array:
-        y = _linear(w, name, x).reshape(*x.shape[:-1], count, config.head_size)
+    def heads(name: str, y: jax.Array) -> jax.Array:
+        y = y.reshape(*x.shape[:-1], -1, config.head_size)
         return _norm(config, y, w[f"norm_{name}"]) if f"norm_{name}" in w else y
 
-    q, keys, values = heads("q", config.heads), heads("k", config.kv_heads), heads("v", config.kv_heads)
+    kv = config.kv_heads * config.head_size
+    sizes = {"q": config.heads * config.head_size, "k": kv, "v": kv}
+    q, keys, values = (heads(*pair) for pair in zip(sizes, _several(w, "qkv", sizes, x), strict=True))
     rope, window = config.rope(kind), config.window(kind)
     if rope is not None:
         q, keys = (_rotate(part, places, rope, config.rope_halves) for part in (q, keys))

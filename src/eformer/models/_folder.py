@@ -20,6 +20,7 @@ from eformer._quantize.tree import Progress, Reporter, reporter
 from eformer.errors import CheckpointError
 from eformer.serialization.inspection import open_checkpoint
 
+from . import _fused
 from ._families import MATRICES, Described, described
 from ._generate import Model
 from ._llama_file import read as read_file
@@ -33,6 +34,7 @@ def load(
     *,
     dense: bool = False,
     dtype: Any = None,
+    fuse: bool = False,
     progress: Reporter | bool | None = False,
 ) -> Model:
     """The model in a folder as Hugging Face has them, in a GGUF file, or in what `eformer quantize` made of either.
@@ -41,14 +43,17 @@ def load(
         path: a folder with `config.json` and weights, dense or quantized, or a file.
         dense: decode quantized weights. Else they stay as they are stored.
         dtype: that of the weights and of what is computed with them; by default the one they are stored with.
+        fuse: join the matrices of a layer that are multiplied with the same x (see `fuse`).
         progress: as for `quantize_tree`, after each tensor.
     """
     if is_folder(path):
-        return load_folder(path, dense=dense, dtype=dtype, progress=progress)
-    model = read_file(open_checkpoint(path), dense=dense)
-    if dtype is None:
-        return model
-    return dataclasses.replace(model, params=tree_map_with_implicit(lambda w: w.astype(dtype), model.params))
+        model = load_folder(path, dense=dense, dtype=dtype, progress=progress)
+    else:
+        model = read_file(open_checkpoint(path), dense=dense)
+        if dtype is not None:
+            params = tree_map_with_implicit(lambda w: w.astype(dtype), model.params)
+            model = dataclasses.replace(model, params=params)
+    return dataclasses.replace(model, params=_fused.fuse(model.params)) if fuse else model
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..native import Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
-from ..parameters import FORMS, Problem, out_shape
+from ..parameters import FORMS, Problem
 
 LIBRARY = library_of(
     "cpu",
@@ -26,6 +26,7 @@ LIBRARY = library_of(
         "byte_matmul": "EformerByteMatmul",
         "byte_ragged": "EformerByteRagged",
     },
+    later={"stack_qmatmul": "EformerStackQmatmul", "stack_byte_matmul": "EformerStackByteMatmul"},
 )
 
 # What `eformer_cpu_isa` returns. The kernels of a higher number of one family also run on what has a lower one.
@@ -127,12 +128,15 @@ def refuses_machine(platform: str) -> str | None:
 # and benchmarks: see `_how`.
 
 
-def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, **how: Any) -> jax.Array:
-    """The product of one problem, batch axes included."""
-    operands = in_one_batch_axis(problem, x, codes, scale)
-    shape = out_shape(problem, x, codes)
-    result = (operands[0].shape[0], *shape[len(problem.batch) :])
-    return _product(problem, "qmatmul", result, operands, math.prod(problem.batch), how).reshape(shape)
+def takes_stacks() -> bool:
+    return LIBRARY.has(loaded().handle, "stack_qmatmul")
+
+
+def qmatmul(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, *, index: Any = None, **how: Any
+) -> jax.Array:
+    """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
+    return _products(problem, "qmatmul", x, codes, [scale], index, how)
 
 
 def qragged(
@@ -144,13 +148,21 @@ def qragged(
 
 
 def byte_matmul(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, **how: Any
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, *, index: Any = None, **how: Any
 ) -> jax.Array:
     """The product of one problem whose x is rounded to int8."""
-    operands = in_one_batch_axis(problem, x, codes, scale, x_scale)
-    shape = out_shape(problem, x, codes)
-    result = (operands[0].shape[0], *shape[len(problem.batch) :])
-    return _product(problem, "byte_matmul", result, operands, math.prod(problem.batch), how).reshape(shape)
+    return _products(problem, "byte_matmul", x, codes, [scale, x_scale], index, how)
+
+
+def _products(
+    problem: Problem, name: str, x: jax.Array, codes: jax.Array, scales: list[Any], index: Any, how: Any
+) -> jax.Array:
+    operands, n_batch = in_one_batch_axis(problem, x, codes, *scales, stacked=index is not None), len(problem.batch)
+    shape = (*x.shape[: n_batch + 1], problem.rows if problem.form == "dot" else problem.cols)
+    result = (operands[0].shape[0], *shape[n_batch:])
+    if index is not None:
+        name, operands = f"stack_{name}", [*operands, index]
+    return _product(problem, name, result, operands, math.prod(problem.batch), how).reshape(shape)
 
 
 def byte_ragged(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
-from ..parameters import Problem, out_shape
+from ..parameters import Problem
 from . import _bytes, _wide
 from .tuning import BYTES, cut, generation, is_skinny
 
@@ -23,7 +23,7 @@ LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=4,
+    abi=5,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
@@ -113,18 +113,21 @@ def decodes_while_multiplying(problem: Problem) -> bool:
     return problem.form == "dot" and few and whole and not exact and not problem.scaled_both_ways
 
 
-def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """The product of one problem, batch axes included."""
-    operands = in_one_batch_axis(problem, x, codes, scale)
+def qmatmul(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None, *, index: Any = None
+) -> jax.Array:
+    """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
+    rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
     if _wide.takes(problem):
         run = _fused_wide
     else:
         run = _fused if decodes_while_multiplying(problem) else _decode_first
-    return run(problem, *operands).reshape(out_shape(problem, x, codes))
+    outs = problem.rows if problem.form == "dot" else problem.cols
+    return run(problem, rows, codes, scale, index).reshape(*x.shape[:-1], outs)
 
 
-def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    x, scale, merge = prepare(problem, x, scale)
+def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, index: Any) -> jax.Array:
+    x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, _ = x.shape
     if is_skinny(problem.fmt, m, problem.cols):
         tiles, splits = 0, 1  # the library chooses
@@ -133,17 +136,29 @@ def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | 
     shape = (batch, m, problem.rows)
     sums = (splits * math.prod(shape) if splits > 1 else 0,)
     results = [(shape, problem.out_dtype if merge is None else F32), (sums, F32)]
-    operands = (x, codes, scale)
+    operands = (x, codes, scale, _number(index))
     y, _ = call(LIBRARY, "qmatmul", results, operands, **storage_attributes(problem), tiles=tiles, splits=splits)
     return y if merge is None else merge(y).astype(problem.out_dtype)
 
 
-def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    x, scale, merge = prepare(problem, x, scale)
+def _number(index: Any) -> jax.Array:
+    """The index as kernels take it: without elements where the codes are no stack."""
+    return jnp.zeros((0,), jnp.int32) if index is None else index
+
+
+def _given(problem: Problem, x: jax.Array, scale: Any, index: Any, *, outside: bool = False) -> Any:
+    """The scale: of the entry alone where it is applied outside of the kernel, or becomes part of x."""
+    if index is None or scale is None or not (outside or _wide.scales_x(problem)):
+        return scale
+    return lax.dynamic_slice_in_dim(scale, index * x.shape[0], x.shape[0])
+
+
+def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, index: Any) -> jax.Array:
+    x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
     outs = problem.rows if problem.form == "dot" else problem.cols
     cut = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
-    operands = (x, codes, scale)
+    operands = (x, codes, scale, _number(index))
     result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
     how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
     (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **how)
@@ -151,16 +166,23 @@ def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Arr
 
 
 def byte_matmul(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array, x_scale: jax.Array | None = None
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    x_scale: jax.Array | None = None,
+    *,
+    index: Any = None,
 ) -> jax.Array:
     """The product of x, rounded to 8 bits row by row, and codes of 8 bits."""
-    x, codes, scale, given = in_one_batch_axis(problem, x, codes, scale, x_scale)
+    x, codes, scale, given = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=index is not None)
     batch, m, deep = x.shape
     outs = problem.rows if problem.form == "dot" else problem.cols
     rounded = ((batch, m, -(-deep // 16) * 16), jnp.uint8)
     results = [((batch, m, outs), problem.out_dtype), rounded, ((batch, m), F32)]
     how = {"axpy": int(problem.form == "axpy"), **_bytes.cut(batch, m, outs, deep)._asdict()}
-    y, *_ = call(LIBRARY, "bytes", results, (x, codes, scale, given), **storage_attributes(problem), **how)
+    operands = (x, codes, scale, given, _number(index))
+    y, *_ = call(LIBRARY, "bytes", results, operands, **storage_attributes(problem), **how)
     return y.reshape(*problem.batch, m, outs)
 
 
@@ -192,41 +214,41 @@ def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[ja
     return jnp.concatenate([high.astype(BF16), low.astype(BF16)], axis=-2), scale, merge
 
 
-def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, index: Any) -> jax.Array:
     """One matrix at a time, so that only one decoded matrix exists."""
-    scale, after = fold(problem, scale)
+    outside = scale_stays_outside(problem, scale)
+    after = _given(problem, x, scale, index, outside=True).astype(F32).reshape(x.shape[0], 1, -1) if outside else None
+    factors = None if outside else scale
+    dtype = F32 if factors is not None and _wide.is_float32(problem) else problem.x_dtype  # integers are exact
 
-    def one(operands: tuple[Any, ...]) -> jax.Array:
-        rows, stored, factors = operands
-        exact = factors is None  # integers
-        dense = _decoded(problem, stored, factors, problem.x_dtype if exact or not _wide.is_float32(problem) else F32)
-        rows = rows.astype(dense.dtype)
+    def one(number: Any, rows: jax.Array) -> jax.Array:
+        dense = _decoded(problem, codes, factors, dtype, number)
         dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
-        wide = problem.out_dtype if problem.out_dtype == rows.dtype else F32
-        wide = wide if after is None else F32
-        return lax.dot_general(rows, dense, dims, precision=problem.precision, preferred_element_type=wide)
+        wide = problem.out_dtype if problem.out_dtype == dtype and after is None else F32
+        return lax.dot_general(
+            rows.astype(dtype), dense, dims, precision=problem.precision, preferred_element_type=wide
+        )
 
     if x.shape[0] == 1:
-        y = one((x[0], codes[0], None if scale is None else scale[0]))[None]
+        y = one(index, x[0])[None]
     else:
-        y = lax.map(one, (x, codes, scale))
+        first = 0 if index is None else index * x.shape[0]
+        y = lax.map(lambda given: one(*given), (first + jnp.arange(x.shape[0], dtype=jnp.int32), x))
     return (y if after is None else y * after).astype(problem.out_dtype)
 
 
-def fold(problem: Problem, scale: jax.Array | None) -> tuple[jax.Array | None, Any]:
-    """The scale, and a factor for y. Integer codes are exact in 16 bits: a scale that can stay outside is not rounded.
+def scale_stays_outside(problem: Problem, scale: jax.Array | None) -> bool:
+    """Is y multiplied by the scale? Integer codes are exact in 16 bits: a scale that can stay outside is not rounded.
 
     With many rows, a pass over y would cost more than that is worth.
     """
-    if scale is None or problem.format.blocked or problem.m > FOLD_M or _wide.scales_x(problem):
-        return scale, None
-    return None, scale.astype(F32).reshape(scale.shape[0], 1, -1)
+    return not (scale is None or problem.format.blocked or problem.m > FOLD_M or _wide.scales_x(problem))
 
 
-def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    operands = (codes[None], None if scale is None else scale[None])
+def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None, dtype: Any, number: Any) -> jax.Array:
+    """One matrix: the only one, or the one with this number."""
     result = ((1, problem.rows, problem.cols), dtype)
-    (dense,) = call(LIBRARY, "dequant", [result], operands, **storage_attributes(problem))
+    (dense,) = call(LIBRARY, "dequant", [result], (codes, scale, _number(number)), **storage_attributes(problem))
     return dense[0]
 
 
