@@ -29,3 +29,8 @@ def kernels_enabled() -> bool:
 def kernel_library(backend: str) -> str | None:
     """`EFORMER_CPU_LIBRARY` and its like: the shared library of a backend's kernels, instead of the installed one."""
     return os.environ.get(f"EFORMER_{backend.upper()}_LIBRARY") or None
+
+
+def gpu_table() -> str | None:
+    """`EFORMER_GPU_TABLE`: which GPU kernels are the quickest, a file that `eformer tune` has written."""
+    return os.environ.get("EFORMER_GPU_TABLE") or None

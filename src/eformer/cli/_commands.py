@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("eformer.cli.generate", "continue a text with a language model"),
     "chat": ("eformer.cli.chat", "talk with a language model"),
     "bench": ("eformer.cli.bench", "time products with quantized matrices against dense ones"),
+    "tune": ("eformer.cli.tune", "measure which GPU kernels are the quickest here, and keep that in a file"),
     "doctor": ("eformer.cli.doctor", "versions, native kernels, a self-check and a few timings"),
 }
 INTERRUPTED = 130

@@ -16,8 +16,8 @@ from jax import lax
 
 from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import Problem
-from . import _bytes, _wide
-from .tuning import BYTES, cut, generation, is_skinny
+from . import _bytes, _wide, ways
+from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
     "cuda",
@@ -43,7 +43,7 @@ def loaded() -> Loaded:
 
 LIMITS = Limits(
     ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2"),
-    block=32,
+    block=ways.BLOCK,
     arithmetic="its own: 16-bit products, sums in float32",
     rows_decide="its kernels are chosen by it",
 )
@@ -100,28 +100,20 @@ def _refuses_groups(problem: Problem) -> str | None:
 
 # Rows of x up to which scales are kept out of the decoded matrix.
 FOLD_M = 256
-# Rows of x up to which one matrix of so few values is not decoded first, where the wide kernel does not take it.
-SMALL = 1 << 23
-
-
-def decodes_while_multiplying(problem: Problem) -> bool:
-    """Is this a product for the fused kernel? Otherwise the matrix is decoded first."""
-    exact = _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
-    small = problem.rows * problem.cols <= SMALL and not problem.batch
-    few = problem.m <= ((8 if problem.fmt in BYTES else 16) if small else generation().largest_m)
-    whole = not (problem.block or 0) % LIMITS.block
-    return problem.form == "dot" and few and whole and not exact and not problem.scaled_both_ways
 
 
 def qmatmul(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None, *, index: Any = None
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    index: Any = None,
+    way: str | None = None,
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
-    if _wide.takes(problem):
-        run = _fused_wide
-    else:
-        run = _fused if decodes_while_multiplying(problem) else _decode_first
+    run = {"few": _fused, "wide": _fused_wide, "decode": _decode_first}[way or ways.chosen(problem)]
     outs = problem.rows if problem.form == "dot" else problem.cols
     return run(problem, rows, codes, scale, index).reshape(*x.shape[:-1], outs)
 

@@ -113,24 +113,31 @@ def doubles_rows(problem: Problem) -> bool:
     return problem.x_dtype == F32 or half or scales_x(problem)
 
 
-def takes(problem: Problem) -> bool:
-    """Can the wide kernel compute this product, and is it the quickest one that can?"""
+def can_take(problem: Problem) -> bool:
+    """Can the wide kernel compute this product?"""
     if is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT):
         return False
-    rows = problem.m * (2 if doubles_rows(problem) else 1)
-    most = MOST_SUMS if problem.fmt == "nf4" and is_float32(problem) else MOST
-    deep, fmt = problem.cols if problem.form == "dot" else problem.rows, problem.fmt
-    small = problem.rows * problem.cols <= SMALL.get(fmt, 0) or problem.cols > LONG.get(fmt, problem.cols)
-    fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST
-    if not fewest <= rows <= most or deep % 8 or not has_wgmma():  # x in rows of 16 bytes
-        return False
-    if rows > LARGE_M and problem.rows * problem.cols > LARGE and not _beats_decoding(problem, rows):
+    deep = problem.cols if problem.form == "dot" else problem.rows
+    if deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
     if problem.fmt == "nf4":
         return (problem.block or 0) % 64 == 0
     if problem.format.blocked:  # exact values, and scales in two parts, are there in bfloat16 alone
         return (problem.block or 0) % 32 == 0 and problem.x_dtype == problem.out_dtype == BF16
     return problem.cols % (16 * problem.format.per_code) == 0 and not problem.scaled_both_ways
+
+
+def takes(problem: Problem) -> bool:
+    """Can the wide kernel compute this product, and is it by rule the quickest one that can?"""
+    rows = problem.m * (2 if doubles_rows(problem) else 1)
+    most = MOST_SUMS if problem.fmt == "nf4" and is_float32(problem) else MOST
+    small = problem.rows * problem.cols <= SMALL.get(problem.fmt, 0)
+    small = small or problem.cols > LONG.get(problem.fmt, problem.cols)
+    fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST
+    if not fewest <= rows <= most or not can_take(problem):
+        return False
+    large = rows > LARGE_M and problem.rows * problem.cols > LARGE
+    return not large or _beats_decoding(problem, rows)
 
 
 def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:

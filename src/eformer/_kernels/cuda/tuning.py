@@ -1,4 +1,4 @@
-"""How products are cut up for the GPU, one row per generation, found by measurement (benchmarks/tune_gpu.py).
+"""How products are cut up for the GPU, one row per generation, found by measurement.
 
 A block takes some tiles of 16 rows of D and walks along their columns; the columns may be split over several blocks,
 whose sums a second kernel adds up.
