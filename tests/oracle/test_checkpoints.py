@@ -75,6 +75,36 @@ def test_compressed_tensors(kind: str, tmp_path: Path):
     assert np.abs(values - weight.numpy()).max() < np.abs(weight.numpy()).max() / 2
 
 
+EXPORTED: dict[str, dict[str, Any]] = {
+    "int4": {"dtype": "int4", "block_size": 32},
+    "int4, zero points": {"dtype": "int4", "block_size": 32, "symmetric": False},
+    "int4, rows": {"dtype": "int4", "block_size": None},
+    "int2": {"dtype": "int2", "block_size": 32},
+    "int8 in groups": {"dtype": "int8", "block_size": 64},
+    "int8": {"dtype": "int8", "axis": -2},
+    "fp8": {"dtype": "fp8"},
+    "fp8, tensor": {"dtype": "fp8", "axis": (-2, -1)},
+    "fp8, tiles": {"dtype": "fp8", "block_size": 128},
+    "mxfp4": {"dtype": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_compressed_tensors_decodes_exports(kind: str, tmp_path: Path):
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file
+
+    w = np.random.default_rng(len(kind)).standard_normal((128, 64)).astype(np.float32)
+    q = ef.quantize(w, **EXPORTED[kind])
+    folder = ef.serialization.export({"m": {"kernel": q}}, tmp_path, "compressed-tensors")
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(stated).config_groups.values()
+    compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format)
+    stored = {name.removeprefix("m."): x for name, x in load_file(folder / "model.safetensors").items()}
+    decoded = compressor.decompress(stored, scheme)["weight"].float().numpy()
+    np.testing.assert_array_equal(decoded, np.asarray(q.materialize()).T)
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "MXFP4", "IQ4_NL", "Q6_K"])
 def test_gguf(kind: str, tmp_path: Path):
     """Blocks it writes where it can, else random ones; all of them it decodes."""

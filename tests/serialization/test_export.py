@@ -56,6 +56,22 @@ def test_export_of_kernels_of_jax(tmp_path: Path):
         np.testing.assert_array_equal(np.asarray(found["a.weight"].materialize()).T, np.asarray(q.materialize()))
 
 
+def test_names_say_which_axis_is_contracted(tmp_path: Path):
+    """One scale for a tensor does not tell; scales along outputs, which nobody else has, are refused by name."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((128, 64)), jnp.float32)
+    whole = ef.quantize(w, dtype="fp8", axis=(-2, -1))
+    found = ef.load_checkpoint(files.export({"a": {"kernel": whole}, "b": {"weight": whole}}, tmp_path / "fp8", "fp8"))
+    np.testing.assert_array_equal(np.asarray(found["a.weight"].materialize()).T, np.asarray(whole.materialize()))
+    np.testing.assert_array_equal(np.asarray(found["b.weight"].materialize()), np.asarray(whole.materialize()))
+    for name, axis in (("kernel", -1), ("weight", -2)):
+        for options in ({"dtype": "int8"}, {"dtype": "int4", "block_size": 32}):
+            q = ef.quantize(w, axis=axis, **options)
+            with pytest.raises(
+                ef.errors.CheckpointError, match=rf"along axis {axis}, the outputs of a '{name}'.*axis="
+            ):
+                files.export({"a": {name: q}}, tmp_path / "no", "compressed-tensors")
+
+
 def test_what_would_be_rounded_is_not_exported(tmp_path: Path):
     w = jnp.ones((64, 64))
     for to in EXPORTS:

@@ -1,6 +1,7 @@
 """`export`: packed arrays as a folder that other programs read, where that rounds nothing.
 
-A weight is written as PyTorch has it, (out, in): the axis with the blocks last, whatever the array calls that axis.
+A weight is written as PyTorch has it, (out, in). Which axis is `in` say the blocks or the scales, and the name: the last
+one of a `weight`, the second last of a `kernel`, or where nothing else tells.
 """
 
 from __future__ import annotations
@@ -39,6 +40,24 @@ class _Unfit(ValueError):
     """An array that a scheme cannot hold without rounding."""
 
 
+def _input_axis(q: Any, name: str) -> int:
+    """The axis that products contract, -1 or -2."""
+    inner = q.w if isinstance(q, PermutedArray) else q
+    named = {"weight": -1, "kernel": -2}.get(name.rpartition(".")[2])
+    found, scale = getattr(inner, "blocked", None), getattr(inner, "scale", None)
+    if found is None and scale is not None and scale.ndim == 2 and scale.size > 1:
+        found = -2 if scale.shape[0] == 1 else -1
+    if found is not None and named is not None and found - (inner.ndim if found >= 0 else 0) != named:
+        what = f"shares scales along axis {found}, the outputs of a {name.rpartition('.')[2]!r}"
+        raise _Unfit(f"{what}; it must be along the inputs: quantize with axis={named}.")
+    return found or named or -2
+
+
+def _rows(q: Any, codes: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
+    """Codes (out, in) of a matrix without blocks, and its scales."""
+    return (codes, q.scale) if _input_axis(q, name) == -1 else (codes.T, q.scale.T)
+
+
 def _codes(q: Any) -> jax.Array:
     """Codes (..., out, in), a byte each."""
     if isinstance(q, ArrayInt):
@@ -66,7 +85,8 @@ def _signed(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def gptq(q: Any) -> tuple[Stored, Note]:
+def gptq(q: Any, name: str) -> tuple[Stored, Note]:
+    _input_axis(q, name)
     q, order, group = _integers(q, (2, 3, 4, 8), "")
     zero, codes = _zero_points(q), _codes(q)
     size = codes.shape[-1]
@@ -84,7 +104,8 @@ def gptq(q: Any) -> tuple[Stored, Note]:
     return stored, {"bits": q.bits, "group_size": group, "desc_act": order is not None, **form, "rows": group == size}
 
 
-def mlx(q: Any) -> tuple[Stored, Note]:
+def mlx(q: Any, name: str) -> tuple[Stored, Note]:
+    _input_axis(q, name)
     if isinstance(q, ArrayFloat) and q.kind in ("mxfp4", "mxfp8", "nvfp4") and q.tensor_scale is None:
         bits = 8 // q.row.per_byte
         stored = {".weight": layouts.to_words(_codes(q), bits), ".scales": layouts.unsigned(q.scale)}
@@ -99,16 +120,16 @@ def mlx(q: Any) -> tuple[Stored, Note]:
     return stored, {"group_size": group, "bits": q.bits, "mode": "affine"}
 
 
-def fp8(q: Any, scale: str = ".weight_scale_inv") -> tuple[Stored, Note]:
+def fp8(q: Any, name: str, scale: str = ".weight_scale_inv") -> tuple[Stored, Note]:
     if not isinstance(q, ArrayFloat) or q.kind not in ("fp8", "fp8_e5m2") or q.ndim != 2:
         raise _Unfit(f"is {q!r}; it holds matrices of FP8.")
     e5m2 = q.kind == "fp8_e5m2"
     dtype = jnp.float8_e5m2 if e5m2 else jnp.float8_e4m3fn
     if q.blocked is not None:
+        _input_axis(q, name)
         codes, numbers, note = _codes(q), q.scale, {"weight_block_size": [128, 128]}
     else:
-        turned = q.scale.shape[0] == 1 and q.scale.shape[1] > 1  # a kernel of JAX: (in, out), a scale per output
-        codes, numbers = (q.codes.T, q.scale.T) if turned else (q.codes, q.scale)
+        codes, numbers = _rows(q, q.codes, name)
         scale, note = ".weight_scale", {}
     return {".weight": lax.bitcast_convert_type(codes, dtype), scale: numbers}, {
         **note,
@@ -116,21 +137,22 @@ def fp8(q: Any, scale: str = ".weight_scale_inv") -> tuple[Stored, Note]:
     }
 
 
-def compressed_tensors(q: Any) -> tuple[Stored, Note]:
+def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
     if isinstance(q, Array8B) and q.ndim == 2:
-        turned = q.scale.shape[0] == 1 and q.scale.shape[1] > 1
-        weight, scale = (q.weight.T, q.scale.T) if turned else (q.weight, q.scale)
+        weight, scale = _rows(q, q.weight, name)
         note = _note("int-quantized", 8, "int", "channel" if scale.shape[0] > 1 else "tensor")
         if scale.shape[1] == 1:
             return {".weight": weight, ".weight_scale": scale}, note
     if isinstance(q, ArrayFloat) and q.kind in ("fp8", "fp8_e5m2"):
-        stored, _ = fp8(q, ".weight_scale")
+        stored, _ = fp8(q, name, ".weight_scale")
         strategy = "block" if q.blocked is not None else "tensor" if stored[".weight_scale"].size == 1 else "channel"
         more = {"block_structure": [128, 128]} if strategy == "block" else {}
         return stored, {**_note("float-quantized", 8, "float", strategy), **more}
     if isinstance(q, ArrayFloat) and q.kind == "mxfp4" and q.ndim == 2 and not q.pad:
         codes, note = _codes(q), _note("mxfp4-pack-quantized", 4, "float", "group", 32)
+        _input_axis(q, name)
         return {".weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": q.scale}, note
+    _input_axis(q, name)
     q, order, group = _integers(q, (2, 4, 8), ", rows of INT8, FP8 and MXFP4")
     zero, codes, (out, size) = _zero_points(q), _codes(q), (q.scale.shape[0], q.shape[q.blocked])
     place = jnp.arange(size) if order is None else jnp.argsort(order)
@@ -194,7 +216,7 @@ def _groups_config(notes: Mapping[str, Note]) -> Note:
     return {"quantization_config": {**stated, "config_groups": named, "ignore": []}}
 
 
-WRITERS: dict[str, tuple[Callable[[Any], tuple[Stored, Note]], Callable[[Mapping[str, Note]], Note]]] = {
+WRITERS: dict[str, tuple[Callable[[Any, str], tuple[Stored, Note]], Callable[[Mapping[str, Note]], Note]]] = {
     "gptq": (gptq, _gptq_config),
     "mlx": (mlx, _mlx_config),
     "fp8": (fp8, functools.partial(_same, method="fp8")),
@@ -233,7 +255,7 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     @functools.lru_cache(maxsize=1)
     def made(name: str) -> Stored:
         value = named[name]
-        return _stored(name, write(value)[0]) if isinstance(value, ImplicitArray) else {name: value}
+        return _stored(name, write(value, name)[0]) if isinstance(value, ImplicitArray) else {name: value}
 
     stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +275,7 @@ def _planned(name: str, value: Any, write: Any, to: str) -> tuple[Leaf, Note | N
     note: Note = {}
 
     def stored(q: Any) -> Stored:
-        made, found = write(q)
+        made, found = write(q, name)
         note.update(found)
         return made
 
