@@ -1,7 +1,7 @@
 """`export`: packed arrays as a folder that other programs read, where that rounds nothing.
 
-A weight is written as PyTorch has it, (out, in). Which axis is `in` say the blocks or the scales, and the name: the last
-one of a `weight`, the second last of a `kernel`, or where nothing else tells.
+A weight is written as PyTorch has it, (out, in). Which axis is `in` say the blocks or the scales, and the name: the
+last one of a `weight`, the second last of a `kernel`, or where nothing else tells.
 """
 
 from __future__ import annotations
