@@ -36,8 +36,7 @@ test-rest: export EFORMER_TEST_THOROUGH := 1
 test-rest: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory rest-default
 	@$(MAKE) --no-print-directory rest-newest
-	@$(MAKE) --no-print-directory compile-cuda
-	@$(MAKE) --no-print-directory sanitize
+	@$(MAKE) --no-print-directory -j 2 compile-cuda sanitize # the tests of the one, on one core, while the other compiles
 
 # Unit tests, doctests, the README's blocks and the scripts of docs/ and examples/ are all pytest items.
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/oracle

@@ -68,7 +68,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n in ("double", "zeros", "ternary") else [pytest.mark.thorough]) for n in CASES],
+    [pytest.param(n, marks=[] if n in ("zeros", "ternary") else [pytest.mark.thorough]) for n in CASES],
 )
 def test_scales_follow_the_dense_model(name: str) -> None:
     dense = model()

@@ -45,7 +45,7 @@ def check(program: Program, expected: jax.Array) -> None:
         assert_same(program.on_implicit(), expected, rtol=2e-4, atol=2e-4)
 
 
-@settings(max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_random_program(program: Program):
     event(f"{len(program.inside)} inside, {len(program.outside)} outside")

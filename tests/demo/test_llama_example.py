@@ -30,6 +30,7 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.thorough
 def test_both_agree(llama: Any, key: jax.Array, tmp_path: Path):
     config = models.Config(vocabulary=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96, rope_base=1000.0)
     small = llama.Config(2, 64, 4, 2, 96, 32, 1000.0)

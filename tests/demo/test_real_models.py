@@ -55,6 +55,7 @@ def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkey
     assert _llama_file.model_file(module, distribution, pattern).name == "model.gguf"
 
 
+@pytest.mark.thorough
 def test_a_bert_model(package: Path, capsys: pytest.CaptureFixture[str]):
     folder = package / run_minilm.PACKAGE[0] / "model"
     folder.mkdir(parents=True)

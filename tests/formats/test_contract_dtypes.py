@@ -89,11 +89,11 @@ def test_bare_codes_keep_integer_dtypes() -> None:
 
 
 X64 = """
-import jax, jax.numpy as jnp, numpy as np
+import sys, jax, jax.numpy as jnp, numpy as np
 from eformer.jaximus import implicit
-from tests.formats.contract import FEW, check, make, normal, seeded, dense
+from tests.formats.contract import check, make, normal, seeded, dense
 from tests.formats.test_contract_dtypes import several
-for name in FEW:
+for name in sys.argv[1:]:
     rng = seeded(name)
     q, x = make(name, rng, 40, 10, dtype=jnp.float64), normal(rng, 3, 40, dtype=jnp.float64)
     # NF4 and small floats keep their scales in f32 whatever the input, so their values are those of f32.
@@ -113,10 +113,12 @@ print("fine")
 """
 
 
-def test_f64_under_x64() -> None:
+@pytest.mark.parametrize("names", [("nf4", "int8"), pytest.param(FEW, marks=pytest.mark.thorough)], ids=("few", "all"))
+def test_f64_under_x64(names: tuple[str, ...]) -> None:
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "ignore"}
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    done = subprocess.run([sys.executable, "-c", X64], cwd=root, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", X64, *names]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.stdout == "fine\n", done.stderr[-3000:]
 
 
