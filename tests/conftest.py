@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::eformer.errors.MaterializationWarning")
     # Another worker may be writing the file: JAX then compiles the program itself.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning")
+    # Hooks of this file are called for the tests of this folder alone, not for the examples of docs/ and src/.
+    config.pluginmanager.register(LittleMemory())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,11 +93,14 @@ def memory_in_use() -> int:
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
-def pytest_runtest_teardown() -> None:
-    if memory_in_use() > MOST_MEMORY:
-        jax.clear_caches()
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)
+class LittleMemory:
+    """Drops what JAX has compiled after a test that leaves too much in memory."""
+
+    def pytest_runtest_teardown(self) -> None:
+        if memory_in_use() > MOST_MEMORY:
+            jax.clear_caches()
+            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+                libc.malloc_trim(0)
 
 
 @pytest.fixture
