@@ -275,7 +275,8 @@ def _as_array(value: Any) -> Any:
 def _checked(handler: Any, primitive: Any, out: Any, operands: list[Any], expected: list[Any] | None) -> Any:
     """The result of a handler, if it can be the result of this primitive."""
     if expected is not None and not primitive.multiple_results:
-        found, aval = getattr(out, "aval", None), expected[0]
+        # An implicit array knows its shape before its aval, which nobody may ask for.
+        found, aval = out if isinstance(out, ImplicitArray) else getattr(out, "aval", None), expected[0]
         if found is not None and found.shape == aval.shape and found.dtype == aval.dtype:  # the usual case
             return out
     results = out if primitive.multiple_results and isinstance(out, (list, tuple)) else [out]
