@@ -39,23 +39,23 @@ def calibrate(
 ) -> Statistics:
     """Run `forward(params, batch)` on every batch and record the second moment of what each matrix is multiplied with.
 
-    Any model will do: plain functions, Linen, NNX and Equinox modules, Haiku. `forward` is traced as `jax.jit` traces
-    it; scans, loops, branches, `vmap`, `remat`, `shard_map` and inner `jit`s are looked into. Statistics are per layer
-    of a stack that is scanned, indexed or mapped, and per expert of batched and grouped products.
+    Any model works: plain functions, Linen, NNX and Equinox modules, Haiku. `forward` is traced as by `jax.jit`, and
+    products inside scans, loops, branches, `vmap`, `remat`, `shard_map` and inner `jit`s are seen. Statistics are kept
+    per layer of a stack that is scanned, indexed or mapped, and per expert of batched and grouped products.
 
-    Observed are the floating-point matrices of `params`; quantized leaves take part and are not observed. A leaf that
-    no product uses is named in a warning; one that is only looked up, as embeddings are, needs no statistics.
+    The floating-point matrices of `params` are observed; quantized leaves are used but not observed. A warning names
+    leaves that no product uses; a leaf that is only looked up, such as an embedding, needs no statistics.
 
     Args:
-        forward: what it returns is not used.
+        forward: a function of `params` and a batch; its result is not used.
         params: the model or its parameters.
         batches: any iterable; arrays in a batch are traced, other leaves are constants. Each new shape is compiled.
         rules: which leaves to observe. Rules as for `quantize_tree`: a leaf that a rule keeps (None) is not observed. A
             pattern, or a list of patterns: only what they match is.
-        diagonal_only: only sums of squares and no whole moments, which are cheaper and smaller.
-        directory: an empty folder, made if it is not there, that holds the numbers, memory mapped; `Statistics.load`
-            opens it again.
-        progress: called with a `Progress` after each batch; True for a bar.
+        diagonal_only: record only sums of squares instead of whole moments, which is cheaper and smaller.
+        directory: an empty folder (created if needed) that holds the numbers, memory-mapped; `Statistics.load` opens
+            it again.
+        progress: called with a `Progress` after each batch; True draws a bar.
 
     >>> import jax.numpy as jnp
     >>> params = {"w": jnp.ones((2, 3))}

@@ -94,7 +94,7 @@ def evaluate(
     stride: int | None = None,
     batch: int | None = None,
 ) -> Evaluation:
-    """Judge a language model by how it predicts a text.
+    """Measure how well a language model predicts a text.
 
     Args:
         forward: `forward(params, tokens)` gives logits (texts, length, vocabulary) for tokens (texts, length).
@@ -102,10 +102,10 @@ def evaluate(
         tokens: integers, one text (length,) or several of one length (texts, length).
         against: the reference: other parameters for `forward`, a pair `(function, parameters)`, or a function of tokens
             alone, which is called as it is (so that it may remember its results).
-        window: how many tokens a prediction sees at most; by default 512, or the whole text where it is shorter.
-        stride: how far a window is from the next; by default the size of a window. A shorter one gives every
-            prediction at least `window - stride` tokens to see (except the first), and takes longer.
-        batch: how many windows are computed at a time; by default as many as give 2**26 logits.
+        window: the most tokens a prediction sees; by default 512, or the whole text if it is shorter.
+        stride: the distance from one window to the next; by default the size of a window. A shorter one gives every
+            prediction at least `window - stride` tokens of context (except in the first window), and takes longer.
+        batch: how many windows are computed at a time; by default enough for 2**26 logits.
 
     >>> table = jnp.log(jnp.array([[0.9, 0.1], [0.1, 0.9]]))
     >>> found = evaluate(lambda params, tokens: params[tokens], table, [0, 1, 0, 1, 0, 1, 0, 1], window=2)

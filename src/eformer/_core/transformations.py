@@ -30,7 +30,7 @@ _BLOCK_TAG = traces.TraceTag()
 
 
 class Implicit:
-    """Operations on implicit arrays dispatch to their handlers inside.
+    """Turns on dispatch: operations on implicit arrays use their handlers.
 
     Use it as a decorator or a wrapper (`implicit(f)`), or as a block (`with implicit:`). Blocks nest, end properly on
     exceptions, and belong to the thread and the asyncio task that entered them. A coroutine or generator function keeps

@@ -44,19 +44,19 @@ def add_lora(
     dropout: float = 0.0,
     dora: bool = False,
 ) -> Any:
-    """Put a `LoraArray` around every matrix whose path matches. At first the model computes what it did before.
+    """Put a `LoraArray` around every matrix whose path matches. Initially the model computes what it did before.
 
     Args:
         params: a model, quantized or not: any pytree, or a Flax NNX module.
-        rules: a pattern, several, or ordered `pattern -> rank` (None: no adapter); the first match decides.
-        rank: where `rules` give none.
-        key: for the random factor, on the side of the input; the other starts at zero. Every path draws its own.
+        rules: one pattern, several, or an ordered `pattern -> rank` (None: no adapter); the first match decides.
+        rank: used where `rules` give none.
+        key: for the random factor, on the input side; the other starts at zero. Every path gets its own random numbers.
         alpha: updates are scaled by `alpha / rank`; by default by 1.
-        dtype: of the factors.
+        dtype: the dtype of the factors.
         skip: groups of leaves that get none, as for `quantize_tree`; by default all but the kernels of layers.
         rank_stabilized: scale updates by `alpha / sqrt(rank)` instead (rsLoRA), so that a high rank learns as quickly.
         dropout: the share of inputs that the factors do not see in training, where `lora_dropout` is called.
-        dora: train the length of every column apart from its direction: a `DoraArray`.
+        dora: train the length of every column separately from its direction: a `DoraArray`.
 
     >>> add_lora({"q": jnp.ones((8, 4)), "k": jnp.ones((8, 4))}, "q", 2, jax.random.key(0))["q"].a.shape
     (8, 2)
@@ -229,8 +229,8 @@ def lora_mask(params: Any) -> Any:
     """A tree like `params` of booleans, True for the factors of adapters.
 
     For what treats the two differently: a count, a decay mask, the labels of `optax.multi_transform`. To freeze the
-    rest, `optax.masked` is not enough: it hands updates outside of the mask through as they are, and `apply_updates`
-    adds them. Give those to `optax.set_to_zero`, or train what `split_trainable` returns.
+    rest, `optax.masked` is not enough: it passes updates outside the mask through unchanged, and `apply_updates` adds
+    them. Use `optax.set_to_zero` for those, or train what `split_trainable` returns.
     """
 
     def mask(leaf: Any) -> Any:

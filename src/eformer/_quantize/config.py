@@ -28,12 +28,12 @@ BY_METHOD: list[Callable[..., Any]] = []  # holds `methods.encode`, whose module
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """How to quantize an array. Immutable, checked, and equal to itself after a trip through JSON.
+    """How to quantize an array. Immutable, validated, and unchanged by a round trip through JSON.
 
     Attributes:
         dtype: the format.
-        block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
-            INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
+        block_size: values that share one scale. By default the format's own (64 where there is a choice; INT8
+            and FP8 have no blocks); None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients, for training.
         use_kernel: let products use native kernels where there are any.
         axis: the axis values are packed or scaled along; None leaves it to the format or to the role of the leaf.
@@ -41,7 +41,7 @@ class QuantizationConfig:
         double_quant: store the absmax of NF4 at 8 bits too.
         symmetric: integers in blocks have a scale only; False adds a zero point.
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
-        backward: "int8" or "fp8": the gradient of such a product is rounded, too.
+        backward: "int8" or "fp8": also round the gradient of such a product.
         static: one scale for all rows, from the statistics of a calibration, instead of one for each.
         smooth: how much of the outliers of inputs moves into the weight (SmoothQuant), 0 to 1; from statistics, too.
         method: how codes and scales are chosen: "round", "scale", "gptq", "awq" or "awq+gptq"; None is "round", or what
@@ -158,27 +158,27 @@ def quantize(
 ) -> Any:
     """Quantize a floating array to any format.
 
-    An array that is quantized so already is returned as it is, and one quantized otherwise is refused. The gradient
-    with respect to `array` is zero, as rounding is a step function: `straight_through` is what trains.
+    An array that already has this configuration is returned as it is; one quantized differently is refused. The
+    gradient with respect to `array` is zero, because rounding is a step function; to train, use `straight_through`.
 
     Args:
-        array: what to quantize; its sharding is kept.
+        array: the array to quantize; its sharding is kept.
         config: overrides `dtype`, `block_size` and `simulate`; the options below are added to it, and refused where
             they contradict it.
         dtype: the format, by default NF4: "nf4", "int8", "ternary", "binary", "int2" to "int6", "fp8", "fp8_e5m2",
             "mxfp4", "mxfp8", "mxfp8_e5m2", "nvfp4" or "iq4_nl".
-        block_size: values that share one scale. Left out it is the format's own, 64 where there is a choice, and
-            INT8 and FP8 have no blocks; None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
+        block_size: values that share one scale. By default the format's own (64 where there is a choice; INT8
+            and FP8 have no blocks); None is one scale per row of integers, 128 gives FP8 blocks of 128 × 128.
         simulate: give a dense array with quantized values and straight-through gradients instead.
         axis: the axis values are packed or scaled along; each format has its default.
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
         symmetric: integers in blocks have a scale only; False adds a zero point.
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
-        backward: "int8" or "fp8": the gradient of such a product is rounded, too.
+        backward: "int8" or "fp8": also round the gradient of such a product.
         static: one scale for all rows, from `statistics`, instead of one for each.
         smooth: how much of the outliers of inputs moves into the weight (SmoothQuant), 0 to 1; from `statistics`, too.
-        statistics: what calibration found of the inputs of this array.
+        statistics: the statistics of this array's inputs, `stats[path]` of a calibration.
 
     >>> quantize(jax.numpy.ones((64, 32)), dtype="int8", activations="int8")
     ActivationArray(float32[64,32], int8 x int8, 8.50 bits per weight)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class QuantizationType(enum.StrEnum):
-    """The formats there are."""
+    """The names of the formats."""
 
     NF4 = "nf4"
     INT8 = "int8"

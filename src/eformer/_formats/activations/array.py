@@ -32,10 +32,10 @@ def takes(fmt: str | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class ActivationArray(Wrapped):
-    """A quantized weight `w`. A product with it rounds rows of x to 8 bits and multiplies the codes of both.
+    """A quantized weight `w` whose products round rows of x to 8 bits and multiply the codes of both.
 
     A row is what is contracted; it has the scale max|x| / 127 (int8) or max|x| / 448 (fp8), unless `x_scale`, a static
-    one, is given. Everything else is as it is for `w`. Derivatives are those of the product with `w` alone: straight
+    one, is given. Everything else works as for `w`. Derivatives are those of the product with `w` alone: straight
     through the rounding. `backward` rounds the gradient of the result as well, to the nearest, or, with a `seed`,
     stochastically.
 

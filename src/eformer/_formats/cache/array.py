@@ -23,11 +23,11 @@ FORMATS: dict[str, tuple[int, int | None, Any]] = {
 
 @dataclasses.dataclass
 class QuantizedCache(ArrayInt):
-    """A symmetric `ArrayInt` that can be written: rows along the last axis, each quantized when it is written.
+    """A symmetric `ArrayInt` that can be written to: rows along the last axis, each quantized when it is written.
 
     `cache.at[...].set(x)`, `lax.dynamic_update_slice` and `lax.scatter` quantize the rows they write and leave all
-    others as they are, bit for bit. A row is written as a whole. Reading is that of any quantized array: products use
-    the codes, and what a static index cuts out is a cache. Rows that arrays of indices pick one by one are dense.
+    others as they are, bit for bit. Rows are always written as a whole. Reading is as for any quantized array: products
+    use the codes, and a static index returns a cache. Rows that arrays of indices pick one by one are dense.
 
     INT8 has one scale per row (per token and head), INT4 one for each group of `block_size` values of a row. NaN or an
     infinity in a row makes what shares its scale NaN.
