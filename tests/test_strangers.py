@@ -56,3 +56,17 @@ def test_calibration_arguments():
         stats["up"]
     with pytest.raises(TypeError, match=r"calibration=stats"):
         ef.quantize_tree(params, stats, donate=False)
+
+
+def test_the_state_of_an_optimizer_stays_dense():
+    params = {"up": {"kernel": W}}
+    state = {"params": params, "opt_state": ({"count": jnp.array(0), "mu": params, "nu": params}, ())}
+    packed = ef.quantize_tree(state, donate=False)
+    assert isinstance(packed["params"]["up"]["kernel"], ef.ArrayNF4)
+    assert isinstance(packed["opt_state"][0]["nu"]["up"]["kernel"], jax.Array)
+    assert "opt_state/0/mu/up/kernel  dense   it is part of the state of an optimizer" in str(ef.plan_tree(state))
+    adapted = ef.add_lora(state, "*kernel", rank=2, key=jax.random.key(0))
+    assert [
+        isinstance(x, ef.LoraArray)
+        for x in (adapted["params"]["up"]["kernel"], adapted["opt_state"][0]["mu"]["up"]["kernel"])
+    ] == [True, False]

@@ -123,7 +123,7 @@ def _can_have_one(leaf: Leaf, role: Role, skip: frozenset[str]) -> bool:
     value = leaf.value
     matrix = hasattr(value, "dtype") and hasattr(value, "shape") and len(value.shape) >= 2
     floating = matrix and jnp.issubdtype(value.dtype, jnp.floating)
-    return floating and role.kind not in skip and not isinstance(value, ADAPTERS)
+    return floating and role.kind not in (*skip, "optimizer") and not isinstance(value, ADAPTERS)
 
 
 def _adapted(

@@ -171,7 +171,7 @@ class Role:
     inputs: tuple[int, ...] = (-2,)
     outputs: tuple[int, ...] = (-1,)
     batch: int = 0  # leading axes that number matrices: layers of a stack, experts
-    doubt: str = ""  # why it is unsure that a product uses the leaf
+    doubt: str = ""  # why it is unclear whether a product uses the leaf
 
     def axis(self, scales_many_axes: bool) -> int | tuple[int, ...]:
         """The axis to quantize along.
@@ -212,6 +212,8 @@ def _kind(leaf: Leaf, shapes: Mapping[tuple[str, ...], Any]) -> str:
     names = [name.lower() for name in leaf.names]
     name, holders = (names[-1] if names else ""), names[:-1]
     parts = [_parts(part) for part in leaf.names[-2:]]
+    if "opt_state" in holders:  # moments look like the matrices they belong to
+        return "optimizer"
     if _SCALES.fullmatch(name):
         return "scale"
     if _BIAS.match(name) or (name == "b" and _is_bias(leaf, shapes)):

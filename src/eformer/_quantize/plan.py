@@ -260,6 +260,8 @@ def _obstacle(value: Any, role: Role, min_size: int, skip: frozenset[str]) -> st
         return f"its dtype is {value.dtype.name}"
     if role.kind == "scale":
         return "it belongs to a weight that is quantized already"
+    if role.kind == "optimizer":
+        return "it is part of the state of an optimizer"
     if role.kind in skip:
         return f"{_UNSURE}: {role.doubt}" if role.doubt else f"it is a {role.kind}"
     if len(value.shape) < 2:
