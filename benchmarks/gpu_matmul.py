@@ -34,6 +34,7 @@ SHAPES = (
 ROWS = (1, 16, 64, 256, 1024, 4096, 4, 32, 128, 512, 2048, 8, 2)
 LIMIT = 1.10  # no product may take more than this, relative to dense
 CACHE = 160 << 20  # bytes that the matrices of a program must exceed together
+LONG = 300.0  # microseconds that a program should take at least, or the host is measured
 ROUNDED = {"int8": "int8", "fp8_e4m3": "fp8"}  # what x is rounded to
 # (what x is rounded to, M) -> the ratio to dense to be reached on an H200
 ROUNDED_TARGETS = {("int8", 4096): 0.62, ("fp8", 4096): 0.60} | {
@@ -65,12 +66,15 @@ class Matrices:
         self.k, self.n, self.form = k, n, form
         self.made: dict[str, list[Any]] = {}
 
-    def of(self, fmt: str) -> list[Any]:
-        if fmt not in self.made:
-            held = 2 * self.k * self.n if fmt == "dense" else code_bytes(fmt, self.n, self.k)
-            keys = jax.random.split(jax.random.key(self.k + self.n), max(2, min(16, -(-CACHE // held))))
-            self.made[fmt] = [self._one(key, fmt) for key in keys]
-        return self.made[fmt]
+    def count(self, fmt: str, m: int) -> int:
+        held = 2 * self.k * self.n if fmt == "dense" else code_bytes(fmt, self.n, self.k)
+        guess = max(3.5, held / 4e6, 2 * m * self.k * self.n / 7e8)  # microseconds of one product
+        return max(2, -(-CACHE // held), min(64, int(LONG / guess)))
+
+    def of(self, fmt: str, m: int) -> list[Any]:
+        made, count = self.made.setdefault(fmt, []), self.count(fmt, m)
+        made += [self._one(jax.random.key(number), fmt) for number in range(len(made), count)]
+        return made[:count]
 
     def _one(self, key: Any, fmt: str) -> Any:
         shape = (self.n, self.k) if self.form == "dot" else (self.k, self.n)
@@ -83,7 +87,7 @@ class Matrices:
 
     def program(self, cell: Cell) -> tuple[Any, tuple[Any, Any]]:
         """A compiled program with one product per matrix, and its arguments."""
-        form, fmt, stored = self.form, cell.format, self.of(cell.format)
+        form, fmt, stored = self.form, cell.format, self.of(cell.format, cell.m)
         x = jax.random.normal(jax.random.key(cell.m), (cell.m, self.k), jnp.bfloat16)
 
         def products(x: Any, stored: Any) -> Any:
@@ -99,13 +103,14 @@ class Matrices:
 def measure(k: int, n: int, form: str, cells: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
     """All programs are compiled first, several at a time: XLA tries its own kernels on the GPU meanwhile."""
     matrices = Matrices(k, n, form)
-    for fmt in dict.fromkeys(cell.format for cell in cells):
-        jax.block_until_ready(matrices.of(fmt))
+    for cell in cells:
+        matrices.of(cell.format, cell.m)
+    jax.block_until_ready(matrices.made)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         programs = list(threads.map(matrices.program, cells))
     rows, dense = [], {}
     for cell, (program, arguments) in zip(cells, programs, strict=True):
-        us = microseconds(program, *arguments, calls=5 if cell.m < 1000 else 2, rounds=5) / len(arguments[1])
+        us = microseconds(program, *arguments, calls=8 if cell.m <= 256 else 3, rounds=5) / len(arguments[1])
         row = {"k": k, "n": n, "m": cell.m, "form": form, "format": str(cell), "us": us}
         if cell.format == "dense":
             dense[cell.m] = us

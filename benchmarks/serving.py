@@ -1,12 +1,14 @@
 """Prefill and decoding of a model shaped like LLaMA 8B with random weights: dense against quantized ones.
 
     python benchmarks/serving.py [--quick] [--json PATH] [--layers 32] [--batch 1 8 32] [--context 1024]
-        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned] [--fused] [--seconds N] [--small] [--dtype D]
+        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned | --both] [--fused] [--seconds N] [--small]
+        [--dtype D] [--commit C]
 
 A decode step is one token per text at the last place of the context, head included; prefill reads whole prompts and
-makes logits of their last tokens. Layers are a list, or with --scanned one stack. --small (the default without a GPU)
-is a model of 4 layers and a quarter of the width. Computed and dense in bfloat16 on a GPU, else in float32, which XLA
-multiplies faster on CPUs. Ratios are to the first variant, dense weights and a dense cache, in the same run.
+makes logits of their last tokens. Layers are a list, with --scanned one stack, or with --both either. --small (the
+default without a GPU) is a model of 4 layers and a quarter of the width. Computed and dense in bfloat16 on a GPU, else
+in float32, which XLA multiplies faster on CPUs. Ratios are to the first variant, dense weights and a dense cache, in
+the same run.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def random(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)
 
 
-def make_params(config: Config, weights: dict[str, Any] | None, dtype: Any, scanned: bool) -> Any:
+def make_params(config: Config, weights: dict[str, Any] | None, dtype: Any) -> Any:
     """Matrix by matrix: what is dense is dropped before the next is made."""
     inner, kv = config.heads * config.head_size, config.kv_heads * config.head_size
     sizes = {"q": (config.width, inner), "k": (config.width, kv), "v": (config.width, kv), "o": (inner, config.width)}
@@ -64,14 +66,16 @@ def make_params(config: Config, weights: dict[str, Any] | None, dtype: Any, scan
 
     ones = jnp.ones(config.width, dtype)
     norms = {"norm_attention": ones, "norm_mlp": ones}
-    layers: Any = [{**{name: matrix(shape) for name, shape in sizes.items()}, **norms} for _ in range(config.layers)]
-    if scanned:
-        layers = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)  # the parts of quantized arrays too
+    layers = [{**{name: matrix(shape) for name, shape in sizes.items()}, **norms} for _ in range(config.layers)]
     embedding = random(next(keys), (config.vocabulary, config.width), dtype)
     return {"embedding": embedding, "layers": layers, "head": matrix((config.width, config.vocabulary)), "norm": ones}
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def stacked(params: Any) -> Any:
+    """The layers as one stack: of the parts of quantized arrays, too."""
+    return {**params, "layers": jax.tree.map(lambda *parts: jnp.stack(parts), *params["layers"])}
+
+
 def run(config: Config, params: Any, tokens: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
     """The likeliest token after the last one of every text, and the cache."""
     x, cache = states(config, params, tokens, cache, start)
@@ -89,48 +93,71 @@ class Job(NamedTuple):
         return f"prefill {self.batch}x{self.prompt}" if self.prompt else f"decode batch {self.batch}"
 
 
-def arguments(config: Config, params: Any, name: str, job: Job, scanned: bool) -> tuple[Any, ...]:
-    tokens = jax.random.randint(jax.random.key(1), (job.batch, job.prompt or 1), 0, config.vocabulary)
-    how = {"dtype": params["norm"].dtype, "listed": not scanned}
-    cache = make_cache(config, job.batch, job.context, format=VARIANTS[name][1], **how)
-    return params, tokens, cache, jnp.asarray(0 if job.prompt else job.context - 1)
+class Variant(NamedTuple):
+    """Weights and cache, by the name they have above, and whether the layers are a stack that is scanned."""
+
+    name: str
+    scanned: bool
+
+    def cache(self, config: Config, job: Job, dtype: Any) -> Any:
+        how = {"format": VARIANTS[self.name][1], "listed": not self.scanned}
+        return make_cache(config, job.batch, job.context, dtype, **how)
 
 
-def compile_all(config: Config, models: dict[str, Any], jobs: list[Job], scanned: bool) -> dict[Any, Any]:
+class Program:
+    """A compiled step. It takes plain arrays: taking quantized ones apart for every call is not measured."""
+
+    def __init__(self, config: Config, params: Any, cache: Any, job: Job):
+        tokens = jax.random.randint(jax.random.key(1), (job.batch, job.prompt or 1), 0, config.vocabulary)
+        start = jnp.asarray(0 if job.prompt else job.context - 1)
+        self.given, tree = jax.tree.flatten((params, tokens, start))
+        self.cache, cache_tree = jax.tree.flatten(cache)
+
+        def step(given: Any, held: Any) -> tuple[jax.Array, Any]:
+            params, tokens, start = jax.tree.unflatten(tree, given)
+            token, cache = run(config, params, tokens, jax.tree.unflatten(cache_tree, held), start)
+            return token, jax.tree.leaves(cache)
+
+        self.call = jax.jit(step, donate_argnums=1).lower(self.given, self.cache).compile()
+
+    def seconds(self, calls: int) -> float:
+        begun, token = time.perf_counter(), None
+        for _ in range(calls):
+            token, self.cache = self.call(self.given, self.cache)
+        jax.block_until_ready((token, self.cache))
+        return (time.perf_counter() - begun) / calls
+
+
+def compile_all(config: Config, models: dict[Variant, Any], jobs: list[Job]) -> dict[Any, Program]:
     """The programs of all variants and jobs, several at a time."""
 
-    def one(which: tuple[str, Job]) -> Any:
-        return run.lower(config, *arguments(config, models[which[0]], *which, scanned)).compile()
+    def one(which: tuple[Variant, Job]) -> Program:
+        variant, job = which
+        params = models[variant]
+        return Program(config, params, variant.cache(config, job, params["norm"].dtype), job)
 
     all_of_them = list(itertools.product(models, jobs))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         return dict(zip(all_of_them, threads.map(one, all_of_them), strict=True))
 
 
-def measure(
-    config: Config, models: dict[str, Any], programs: dict[Any, Any], job: Job, quick: bool, scanned: bool
-) -> list[dict[str, Any]]:
+def measure(models: dict[Variant, Any], programs: dict[Any, Program], job: Job, quick: bool) -> list[dict[str, Any]]:
     """A row for every variant, all timed once per round: a busy machine slows all of them alike."""
-    given = {name: arguments(config, params, name, job, scanned) for name, params in models.items()}
-    caches = {name: args[2] for name, args in given.items()}
-    held = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) for name, cache in caches.items()}
-    calls, rounds = (1, 1) if quick else (2 if job.prompt else 5, 5)
-    times: dict[str, list[float]] = {name: [] for name in models}
+    held = {name: sum(leaf.nbytes for leaf in programs[name, job].cache) for name in models}
+    calls, rounds = (1, 1) if quick else (2 if job.prompt else 10, 5)
+    times: dict[Variant, list[float]] = {name: [] for name in models}
     for number in range(rounds + 1):  # the first warms up
-        for name, (params, tokens, _, start) in given.items():
-            begun = time.perf_counter()
-            for _ in range(calls):
-                token, caches[name] = programs[name, job](params, tokens, caches[name], start)
-            jax.block_until_ready((token, caches[name]))
+        for name in models:
+            seconds = programs[name, job].seconds(calls)
             if number:
-                times[name].append((time.perf_counter() - begun) / calls)
+                times[name].append(seconds)
     took = {name: statistics.median(values) for name, values in times.items()}
     return [
         {
-            "variant": name,
+            "variant": name.name,
             "what": str(job),
             "context": job.context,
-            "scanned": scanned,
+            "scanned": name.scanned,
             "ms": 1e3 * took[name],
             "ratio": took[name] / next(iter(took.values())),
             "tokens_per_second": job.batch * max(job.prompt, 1) / took[name],
@@ -152,6 +179,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="*", default=("1x512", "4x1024"))
     parser.add_argument("--variants", choices=VARIANTS, nargs="*", default=tuple(VARIANTS))
     parser.add_argument("--scanned", action="store_true")
+    parser.add_argument("--both", action="store_true", help="a list of layers, and a stack")
     parser.add_argument("--fused", action="store_true", help="q, k, v as one product, gate and up as another")
     parser.add_argument("--commit", help="of the tree that is measured, for the file")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
@@ -170,20 +198,23 @@ def main() -> None:
     for name in options.variants:  # variants that differ in the cache alone share their weights
         weights = VARIANTS[name][0]
         if str(weights) not in made:
-            params = make_params(config, weights, dtype, options.scanned)
-            made[str(weights)] = fuse(params) if options.fused else params
-    models = {name: made[str(VARIANTS[name][0])] for name in options.variants}
-    programs = compile_all(config, models, jobs, options.scanned)
+            params = make_params(config, weights, dtype)
+            params = fuse(params) if options.fused else params
+            made[str(weights)] = {False: params, True: stacked(params) if options.scanned or options.both else None}
+    layouts = (False, True) if options.both else (options.scanned,)
+    variants = [Variant(name, scanned) for scanned in layouts for name in options.variants]
+    models = {variant: made[str(VARIANTS[variant.name][0])][variant.scanned] for variant in variants}
+    programs = compile_all(config, models, jobs)
     print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     for job in jobs:
         if time.perf_counter() - begun > options.seconds:
             break
-        for row in measure(config, models, programs, job, options.quick, options.scanned):
+        for row in measure(models, programs, job, options.quick):
             rows.append(row)
             print(
-                f"{row['what']:16} {row['variant']:23} {row['ms']:9.2f} ms {row['ratio']:5.2f} of the first "
-                f"{row['tokens_per_second']:10,.0f} tokens/s, weights {row['weights_mb']:9,.1f} MB, "
-                f"cache {row['cache_mb']:8,.1f} MB",
+                f"{row['what']:16} {'stack' if row['scanned'] else 'list':5} {row['variant']:23} {row['ms']:9.2f} ms "
+                f"{row['ratio']:5.2f} of the first {row['tokens_per_second']:10,.0f} tokens/s, "
+                f"weights {row['weights_mb']:9,.1f} MB, cache {row['cache_mb']:8,.1f} MB",
                 flush=True,
             )
         about = {"device": jax.devices()[0].device_kind, "dtype": dtype.name, "model": dataclasses.asdict(config)}

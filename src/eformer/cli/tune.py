@@ -31,6 +31,7 @@ SHAPES = (
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "int4", "int8", "fp8_e4m3", "ternary", "binary")
 CACHE = 160 << 20  # bytes that the matrices of a program must exceed together
+LONG = 300.0  # microseconds that a program should take at least, or the host is measured
 BLOCK = 64
 Timer = Callable[[list[Problem]], list[ways.Times]]
 
@@ -99,22 +100,22 @@ def problem_of(fmt: str, form: str, rows: int, cols: int, m: int) -> Problem:
 def time_of_ways(problems: list[Problem]) -> list[ways.Times]:
     """On this GPU. All programs are compiled first, several at a time: XLA tries its kernels on the GPU meanwhile."""
     jobs = [(problem, way) for problem in problems for way in ways.possible(problem)]
-    made: dict[Any, Any] = {}
+    made: dict[Any, list[Any]] = {}
     for problem in problems:
-        storage = (problem.fmt, problem.form, problem.rows, problem.cols)
-        if storage not in made:
-            made[storage] = _matrices(problem)
+        held = made.setdefault(_storage(problem), [])
+        held += [_matrix(problem, number) for number in range(len(held), _count(problem))]
+    jax.block_until_ready(list(made.values()))
 
     def program(job: tuple[Problem, str]) -> Any:
         problem, way = job
-        stored = made[problem.fmt, problem.form, problem.rows, problem.cols]
-        x = jax.random.normal(jax.random.key(1), (problem.m, stored[0][2]), jnp.bfloat16)
+        stored = made[_storage(problem)][: _count(problem)]
+        deep = problem.cols if problem.form == "dot" else problem.rows
+        x = jax.random.normal(jax.random.key(1), (problem.m, deep), jnp.bfloat16)
 
         def products(x: Any, stored: Any) -> Any:
             ys = [cuda.qmatmul(problem, x, codes, scale, way=way) for codes, scale in stored]
             return sum(y[0, :8].astype(jnp.float32) for y in ys)
 
-        stored = [pair[:2] for pair in stored]
         return jax.jit(products).lower(x, stored).compile(), x, stored
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -125,19 +126,24 @@ def time_of_ways(problems: list[Problem]) -> list[ways.Times]:
     return [found[problem] for problem in problems]
 
 
-def _matrices(problem: Problem) -> list[tuple[Any, Any, int]]:
-    """Codes, scale and the contracted size of matrices, enough of them that none stays in the cache."""
-    row = problem.format
+def _storage(problem: Problem) -> tuple[Any, ...]:
+    """What products with the same matrices have in common."""
+    return problem.fmt, problem.form, problem.rows, problem.cols
+
+
+def _count(problem: Problem) -> int:
+    """Matrices in a program: so many that none stays in the cache, and that the host does not matter."""
+    held = math.prod(problem.format.stored_shape(problem.rows, problem.cols, BLOCK))
+    guess = max(3.5, held / 4e6, 2 * problem.m * problem.rows * problem.cols / 7e8)  # microseconds of one product
+    return max(2, -(-CACHE // held), min(64, int(LONG / guess)))
+
+
+def _matrix(problem: Problem, number: int) -> tuple[jax.Array, jax.Array]:
+    row, key = problem.format, jax.random.key(number)
     mask = {"ternary": 0x55, "fp8_e4m3": 0xBF}.get(problem.fmt, 0xFF)  # two bits are no 3, eight bits no NaN
-    shape = row.stored_shape(problem.rows, problem.cols, BLOCK)
-    count = max(2, min(16, -(-CACHE // math.prod(shape))))
-    deep = problem.cols if problem.form == "dot" else problem.rows
-    found = []
-    for key in jax.random.split(jax.random.key(0), count):
-        codes = jax.random.bits(key, shape, jnp.uint8) & jnp.uint8(mask)
-        codes = jax.lax.bitcast_convert_type(codes, row.code_dtype)
-        found.append((codes, jax.random.uniform(key, problem.scale_shape or (1, 1), minval=0.5), deep))
-    return jax.block_until_ready(found)
+    codes = jax.random.bits(key, row.stored_shape(problem.rows, problem.cols, BLOCK), jnp.uint8) & jnp.uint8(mask)
+    scale = jax.random.uniform(key, problem.scale_shape or (1, 1), minval=0.5)
+    return jax.lax.bitcast_convert_type(codes, row.code_dtype), scale
 
 
 def _microseconds(call: Any, *arguments: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 
 from eformer._kernels import cuda, qgather, qmatmul, qragged_dot
 from eformer._kernels.cuda import _wide
+from eformer._kernels.matmul import IN_STACK
+from eformer._kernels.parameters import parameters_of
 
 NF4 = {"fmt": "nf4", "block": 64}
 TABLE = [
@@ -44,6 +47,12 @@ ROUNDED = [
 PER_BYTE = {"int8": 1, "fp8_e4m3": 1, "ternary": 4, "binary": 8}
 
 
+def in_stack(x: Any, codes: Any, scale: Any, **how: Any) -> jax.Array:
+    """The product with the last of three equal entries."""
+    stored = [jnp.asarray(array)[None].repeat(3, 0) for array in (codes, scale)]
+    return IN_STACK.bind(parameters_of(x, codes, scale, **how), x, stored[0], jnp.int32(2), stored[1])
+
+
 def main() -> None:
     assert cuda.loaded().reason is None, cuda.loaded().reason
     rng = np.random.default_rng(0)
@@ -68,16 +77,17 @@ def main() -> None:
         sizes = jnp.array([m // 2, m - m // 2])
         stack = codes[None].repeat(2, 0)
         ragged = qragged_dot(x, stack, scale, sizes, form="dot", cols=cols, **how) if m <= 64 else y
-        assert all(
-            bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in jax.block_until_ready((y, back, looked_up, ragged))
-        )
-    print(f"{len(table)} products, each with its ragged twin and a lookup: finite")
+        entry = y if m > 64 else in_stack(x, codes, scale, form="dot", cols=cols, **how)
+        found = jax.block_until_ready((y, back, looked_up, ragged, entry))
+        assert all(bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in found)
+    print(f"{len(table)} products, each with its ragged twin, an entry of a stack and a lookup: finite")
     for fmt, activations, form, m in ROUNDED:
         x = jnp.asarray(rng.standard_normal((m, 1280 if form == "dot" else 144)), jnp.bfloat16)
         codes = jnp.asarray(rng.integers(0, 64, (144, 1280)), jnp.int8 if fmt == "int8" else jnp.uint8)
         scale = jnp.ones((144, 1) if form == "dot" else (1, 1280))
-        y = qmatmul(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
-        assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
+        for multiply in (qmatmul, in_stack):
+            y = multiply(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
+            assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
     print(f"{len(ROUNDED)} products that round x: finite")
 
 
