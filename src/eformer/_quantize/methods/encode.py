@@ -53,13 +53,27 @@ class Work:
     def run(self, f: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
         return matrices.in_parts(f, self.layout.sizes, *arrays, **options)
 
-    def codes(self, w: jax.Array, scale: jax.Array, zero: Any, method: str) -> jax.Array:
-        """Codes (S, K, N) for scales that are known."""
+    def codes(self, w: jax.Array, scale: jax.Array, zero: Any, method: str) -> tuple[jax.Array, jax.Array]:
+        """Codes (S, K, N) for scales that are known, and the scales, which "gptq" then fits to the codes."""
         if method != "gptq":
-            return self.run(matrices.nearest, w, scale, zero, **self.how)
-        codes, times = self.run(matrices.propagated, w, self.moment, self.count, scale, zero, **self.how)
+            return self.run(matrices.nearest, w, scale, zero, **self.how), scale
+        codes, scale, times = self._propagated(w, scale, zero)
+        for _ in range(self.grid.rounds - 1 if self.fits else 0):
+            codes, scale, times = self._propagated(w, scale, zero)
         _check_damping(times)
-        return codes
+        return codes, scale
+
+    @property
+    def fits(self) -> bool:
+        """Can scales be fitted to codes, with the inputs known?"""
+        return self.layout.along_inputs and not isinstance(self.grid, GridFixed)
+
+    def _propagated(self, w: jax.Array, scale: jax.Array, zero: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        codes, times = self.run(matrices.propagated, w, self.moment, self.count, scale, zero, **self.how)
+        if self.fits:
+            given = w, self.moment, self.count, times, codes, scale, zero
+            scale = self.run(matrices.refitted, *given, grid=self.grid, block=self.layout.block)
+        return codes, scale, times
 
     def scaled(self, factor: Any) -> Work:
         """The same for a weight that was multiplied by a factor for every channel."""
@@ -176,7 +190,9 @@ def _made(work: Work, values: jax.Array, method: str, dtype: Any) -> Any:
     if grid.together:
         stored, numbers = grid.stored(layout.back_scale(scale), layout.axis)
         scale = layout.take_scale(numbers)
-    codes = work.codes(w, scale, zero, method)
+    codes, scale = work.codes(w, scale, zero, method)
+    if stored is not None:
+        stored, _ = grid.stored(layout.back_scale(scale), layout.axis)
     scale = layout.back_scale(scale) if stored is None else stored
     zero = None if zero is None else layout.back_scale(zero)
     if unit is not None:
@@ -193,7 +209,7 @@ def _with_fixed_scales(work: Work, values: jax.Array, method: str, dtype: Any) -
     rounded = quantize_stack(values, work.config, len(layout.stack))
     if method == "gptq":
         scale = layout.take(grid.scales(rounded).astype(jnp.float32))
-        rounded = grid.rebuilt(rounded, layout.back(work.codes(layout.take(values), scale, None, method)))
+        rounded = grid.rebuilt(rounded, layout.back(work.codes(layout.take(values), scale, None, method)[0]))
     return rounded.replaced(dtype=dtype)
 
 

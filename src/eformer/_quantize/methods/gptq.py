@@ -6,6 +6,9 @@ every later j keeps that error least (Frantar et al., 2022). Later rows are brou
 
 Few tokens show correlations that other tokens do not have, and errors handed on along these make outputs worse:
 `shrunk` takes away as much of all correlations as chance explains.
+
+Blocks keep their scales whatever the order of rows is, so that nothing of the order has to be stored. Once codes are
+known, the scales of their blocks are fitted to them by least squares with the whole moment (`matrices.refitted`).
 """
 
 from __future__ import annotations
@@ -41,6 +44,13 @@ def shrunk(moment: jax.Array, count: jax.Array) -> jax.Array:
     return moment - share * jnp.where(pairs, moment, 0)
 
 
+def damped(moment: jax.Array, times: jax.Array | float = 0.0) -> jax.Array:
+    """The moment in units of the mean of its diagonal, with some of that on the diagonal."""
+    mean = jnp.mean(jnp.diagonal(moment))
+    eye = jnp.eye(moment.shape[-1], dtype=jnp.float32)
+    return moment / jnp.where(mean > 0, mean, 1) + DAMPING * MORE_DAMPING**times * eye
+
+
 def factor(moment: jax.Array) -> tuple[jax.Array, jax.Array]:
     """U, and how often the damping had to be raised; U is the identity, and errors stay, where nothing helped.
 
@@ -48,13 +58,10 @@ def factor(moment: jax.Array) -> tuple[jax.Array, jax.Array]:
     were never active have no other entries, so that their errors go nowhere.
     """
     k = moment.shape[-1]
-    mean = jnp.mean(jnp.diagonal(moment))
-    scaled = moment / jnp.where(mean > 0, mean, 1)
 
     def upper(times: jax.Array) -> jax.Array:
-        damped = scaled + DAMPING * MORE_DAMPING**times * jnp.eye(k, dtype=jnp.float32)
         # Reversed in both directions, the lower Cholesky factor of a matrix gives R Rᵀ with R upper: U is its inverse.
-        lower = jnp.linalg.cholesky(damped[::-1, ::-1], symmetrize_input=False)
+        lower = jnp.linalg.cholesky(damped(moment, times)[::-1, ::-1], symmetrize_input=False)
         inverse = lax.linalg.triangular_solve(lower, jnp.eye(k, dtype=jnp.float32), left_side=True, lower=True)
         return inverse[::-1, ::-1]
 

@@ -43,11 +43,19 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
 
 
+FEW_BITS_ROUNDS = 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """One format. `ratios` are the scales to try, in units of the one that plain rounding takes; 1 is among them."""
+    """One format.
+
+    `ratios` are the scales to try, in units of the one that plain rounding takes; 1 is among them. `rounds` is how
+    often "gptq" chooses codes and then fits scales to them: the fewer values there are, the more it gains.
+    """
 
     ratios: ClassVar[tuple[float, ...]] = (1.0,)
+    rounds: ClassVar[int] = 1
 
     def begin(self, x: jax.Array, weights: jax.Array, axis: int) -> Any:
         """What `propose` has to know of blocks along `axis`: by default their largest magnitude."""
@@ -130,6 +138,10 @@ class GridInt(Grid):
 
     bits: int
     block: int
+
+    @property
+    def rounds(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return FEW_BITS_ROUNDS if self.bits <= 3 else 1
 
     @property
     def ratios(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -234,6 +246,7 @@ class GridOneBit(Grid):
     """Ternary and binary values: one block as long as the axis. Scales are in units of the mean magnitude."""
 
     bits: int
+    rounds: ClassVar[int] = FEW_BITS_ROUNDS
 
     @property
     def ratios(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

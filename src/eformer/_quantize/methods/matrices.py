@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import gptq
 from .grids import Grid, Zero
@@ -15,6 +16,7 @@ from .search import search
 
 WORKING_BYTES, WORKING_BYTES_OF_ACCELERATORS = 1 << 28, 1 << 32
 FREE_POWER = 2.4
+RIDGE = 1e-3  # of least squares, in units of its diagonal
 
 
 def in_parts(f: Callable[..., Any], sizes: tuple[int, int, int], *arrays: Any, **options: Any) -> Any:
@@ -107,6 +109,58 @@ def propagated(
         return jnp.zeros_like(codes).at[order].set(codes), times
 
     return jax.vmap(one)(w, moment, count, scale, zero)
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "block"))
+def refitted(
+    w: jax.Array,
+    moment: jax.Array,
+    count: jax.Array,
+    times: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: Zero,
+    *,
+    grid: Grid,
+    block: int,
+) -> jax.Array:
+    """Scales (S, K / block, N) that leave the least error of the outputs for codes that are known.
+
+    Every output has a least squares problem of its own, with an unknown for each of its blocks. Scales move by less
+    than a half; where the moment could not be factored (`times` of damping), they stay.
+    """
+
+    def one(
+        w: jax.Array,
+        moment: jax.Array,
+        count: jax.Array,
+        times: jax.Array,
+        codes: jax.Array,
+        scale: jax.Array,
+        zero: Zero,
+    ) -> jax.Array:
+        h = gptq.damped(gptq.shrunk(moment, count), times)
+        spread = functools.partial(jnp.repeat, repeats=block, axis=0)
+        units = grid.units(codes, None if zero is None else spread(zero))
+        product = functools.partial(jnp.matmul, precision="highest")
+
+        def per_block(a: jax.Array) -> jax.Array:
+            return jnp.sum((units * a).reshape(-1, block, a.shape[-1]), axis=1)
+
+        def row(b: jax.Array) -> jax.Array:
+            own, columns = (lax.dynamic_slice_in_dim(a, b * block, block, axis) for a, axis in ((units, 0), (h, 1)))
+            return per_block(product(columns, own))
+
+        blocks = w.shape[0] // block
+        a = jnp.transpose(lax.map(row, jnp.arange(blocks)), (2, 0, 1))
+        off = per_block(product(h, w - units * spread(scale))).T
+        size = jnp.diagonal(a, axis1=1, axis2=2)
+        a = a + (RIDGE * size + (size == 0))[..., None] * jnp.eye(blocks)
+        moved = scale + jnp.linalg.solve(a, off[..., None])[..., 0].T
+        fine = (jnp.abs(moved - scale) < 0.5 * jnp.abs(scale)) & (times < gptq.ATTEMPTS)
+        return jnp.where(fine, grid.snap(moved), scale)
+
+    return jax.vmap(one)(w, moment, count, times, codes, scale, zero)
 
 
 @jax.jit
