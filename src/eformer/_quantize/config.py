@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -70,15 +70,16 @@ class QuantizationConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", known_type(self.dtype))
         check_method(self.method)
-        given = self.format.default_block if isinstance(self.block_size, Default) else self.block_size
-        object.__setattr__(self, "block_size", self.format.check_block(given))
+        row = self.format
+        given = row.default_block if isinstance(self.block_size, Default) else self.block_size
+        object.__setattr__(self, "block_size", row.check_block(given))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
         for name in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric", "static"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         for name in ("block_size", "scaled", "double_quant", "symmetric"):
-            if name not in self.format.options and getattr(self, name) != _default(name):
-                takers = ", ".join(f'"{kind}"' for kind, row in FORMATS.items() if name in row.options)
+            if name not in row.options and getattr(self, name) != _default(name):
+                takers = ", ".join(f'"{kind}"' for kind, other in FORMATS.items() if name in other.options)
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no meaning for '{self.dtype}': it is an option of {takers}. "
                     "Leave it out, or choose such a format."
@@ -88,7 +89,7 @@ class QuantizationConfig:
     @property
     def format(self) -> Format:
         """The row of the table of formats."""
-        return FORMATS[QuantizationType(self.dtype)]
+        return FORMATS[cast(QuantizationType, self.dtype)]  # which it is since `__post_init__`
 
     @property
     def label(self) -> str:

@@ -295,7 +295,8 @@ def _smaller(wanted: QuantizationConfig, value: Any, role: Role, axis: Axis) -> 
             axes = [*axes[1:], axes[0]]
     dense = nbytes_of(value)
     for config in (dataclasses.replace(wanted, axis=a) for a in axes):
-        for candidate in (fitted(config, value.shape), _in_one_block(config, value.shape)):
+        for fit in (fitted, _in_one_block):
+            candidate = fit(config, value.shape)
             nbytes = None if wanted.simulate else _stored_nbytes(candidate, role.batch, value.shape, value.dtype.name)
             if nbytes is None or nbytes < dense:
                 return candidate, f"role: {role.kind}"
