@@ -86,7 +86,8 @@ def _scan(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any
 
     options = {k: params[k] for k in ("reverse", "unroll", "_split_transpose") if k in params}
     carry = _stable_carry(primitive, list(carry), step)
-    carry, ys = jax.lax.scan(body, carry, (xs, jnp.arange(length, dtype=jnp.int32)), length=length, **options)
+    index = jnp.arange(length, dtype=jnp.int32) if any(map(is_implicit, xs)) else None
+    carry, ys = jax.lax.scan(body, carry, (xs, index), length=length, **options)
     return [*carry, *ys]
 
 
