@@ -51,3 +51,13 @@ def recorder() -> Iterator[list[Event]]:
         yield events
     finally:
         _sinks.reset(token)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """A block whose events no recorder gets."""
+    token = _sinks.set(())
+    try:
+        yield
+    finally:
+        _sinks.reset(token)

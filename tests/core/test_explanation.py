@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import eformer
 from eformer import _record
 from eformer.jaximus import explain, implicit, materialization_policy
 
@@ -106,3 +107,30 @@ def test_kernel_choices_are_listed():
     assert "kernel" in str(report)
     assert "tiled" in str(report)
     assert report.materializations == ()
+
+
+def test_nothing_is_compiled_and_little_is_kept(q):
+    program = jax.jit(implicit(lambda x, q: jnp.tanh(x @ q) @ q))
+    x, weight = jnp.ones((2, 64)), eformer.quantize(jnp.ones((64, 64)), dtype="nf4")
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        assert len(explain(program)(x, weight).kernels) == 2
+        assert compiled
+        assert not [name for name in compiled if "backend_compile" in name]
+        assert_same(explain(program)(x, weight).result, program(x, weight))
+        assert [name for name in compiled if "backend_compile" in name]
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_what_cannot_be_traced_is_run(q):
+    def f(q):
+        total = float(jnp.sin(q).sum())
+        return "positive" if total > 0 else "not"
+
+    found = explain(implicit(f))(q)
+    assert found.result == "positive"
+    assert [e.primitive for e in found.materializations] == ["sin"]
+    with pytest.raises(ZeroDivisionError):
+        explain(lambda x: 1 / 0)(q)

@@ -69,6 +69,18 @@ def jvp_of_moving(f: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
     return jax.jvp(along, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 
 
+def _series(primals: Any, series: Any, *, treedef: Any) -> Any:
+    """`jet`: only what is stored as floating-point numbers has a Taylor series."""
+    moving = [i for i, p in enumerate(primals) if jnp.issubdtype(p.dtype, jnp.inexact)]
+
+    def along(*operands: Any) -> Any:
+        given = dict(zip(moving, operands, strict=True))
+        return _dense(*(given.get(i, p) for i, p in enumerate(primals)), treedef=treedef)
+
+    chosen = ([operands[i] for i in moving] for operands in (primals, series))
+    return primitives.jet.jet(along, *chosen, factorial_scaled=False)
+
+
 def _batch(args: Any, dims: Any, *, treedef: Any) -> Any:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     stacked = [
@@ -93,3 +105,4 @@ primitives.define_lowering(box_p, _dense)
 primitives.ad.primitive_jvps[box_p] = _jvp
 primitives.ad.primitive_transposes[box_p] = _transpose
 primitives.batching.primitive_batchers[box_p] = _batch
+primitives.define_series(box_p, _series)

@@ -1,9 +1,7 @@
-"""What users wrap around their functions: `implicit`, which turns dispatch on, `ste` and `explain`."""
+"""What users wrap around their functions: `implicit`, which turns dispatch on, and `ste`."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import inspect
 import sys
@@ -18,9 +16,8 @@ import numpy as np
 
 from eformer._jax import traces
 from eformer._messages import shown
-from eformer._record import Event, recorder
 
-from .materialization import fresh_trace, materialize_on_request
+from .materialization import materialize_on_request
 from .trace import ImplicitTrace, is_implicit, open_blocks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -268,72 +265,3 @@ def _require_same_shapes(func: Any, x: Any, out: Any) -> None:
 
 def _shapes(tree: Any) -> Any:
     return jtu.tree_map(lambda leaf: f"{jnp.result_type(leaf).name}{list(jnp.shape(leaf))}", tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """Every materialization and every kernel choice of one run, in order.
-
-    Prints as a summary: a line for every kind of event, ten at most. `details()` is all that is known.
-    """
-
-    events: tuple[Event, ...]
-    result: Any
-
-    @property
-    def materializations(self) -> tuple[Event, ...]:
-        return tuple(e for e in self.events if e.kind == "materialize")
-
-    @property
-    def kernels(self) -> tuple[Event, ...]:
-        return tuple(e for e in self.events if e.kind == "kernel")
-
-    def __str__(self) -> str:
-        counts = collections.Counter(map(_line, self.events))
-        # What was materialized is what people look for.
-        ordered = sorted(counts.items(), key=lambda found: not found[0].startswith("materialized"))
-        lines = [f"{line}, {times} times" if times > 1 else line for line, times in ordered]
-        if len(lines) > _LINES:
-            rest = sum(times for _, times in ordered[_LINES - 1 :])
-            lines[_LINES - 1 :] = [f"and {rest} more: print(explanation.details())"]
-        return "\n".join(lines) or "nothing was materialized, and no kernel was chosen"
-
-    __repr__ = __str__
-
-    def details(self) -> str:
-        """Every event by itself, and why other kernels were not chosen."""
-        return "\n".join(line for event in self.events for line in (_line(event), *_rejected(event)))
-
-
-_LINES = 10
-
-
-def _rejected(event: Event) -> list[str]:
-    return [f"    not {name}: {why}" for name, why in event.fields.get("rejected", ())]
-
-
-def _line(event: Event) -> str:
-    if event.kind in ("materialize", "decode"):
-        rows = f"decoded {event.dtype}[{','.join(map(str, event.shape))}] of"
-        done = "materialized" if event.kind == "materialize" else rows
-        return f"{done} {event.array} for {event.primitive} at {event.where} ({event.dense_bytes:,} bytes dense)"
-    fields = {k: v for k, v in event.fields.items() if k not in ("op", "name", "reason", "rejected")}
-    facts = ", ".join(str(v) if k == "problem" else f"{k}={v}" for k, v in fields.items())
-    op, name, reason = (event.fields.get(k, "") for k in ("op", "name", "reason"))
-    return f"{event.kind} {op}: {name}, {reason}" + f" ({facts})" * bool(facts)
-
-
-def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
-    """Trace and run `fn` once, and report what happened to its implicit arrays.
-
-    >>> import jax.numpy as jnp
-    >>> print(explain(lambda x: x + 1)(jnp.ones(3)))
-    nothing was materialized, and no kernel was chosen
-    """
-
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
-        with recorder() as events, fresh_trace(object()):
-            result = fn(*args, **kwargs)
-        return Explanation(tuple(events), result)
-
-    return explained

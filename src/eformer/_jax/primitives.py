@@ -8,6 +8,7 @@ from typing import Any
 from jax._src import dispatch as _dispatch
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax.experimental import jet as jet
 from jax.extend import core as _ext
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
@@ -40,6 +41,11 @@ def _splits_over_devices(ctx: Any) -> bool:
     if context.lowering_parameters.for_export or hasattr(context.axis_context, "manual_axes"):
         return False
     return context.axis_context.num_devices > 1 and context.axis_context.device_assignment is not None
+
+
+def define_series(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> None:
+    """What `jax.experimental.jet` does with `primitive`: `rule(primals, series, **params)` gives the result's own."""
+    jet.jet_rules[primitive] = rule
 
 
 # Primitives of modules JAX loads on first use.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Operation:
         if self.derivative == "linear":
             ad.primitive_transposes[self.primitive] = self._transpose
         batching.primitive_batchers[self.primitive] = self._batched
+        primitives.define_series(self.primitive, self._series)
         for platform in PLATFORMS:
             primitives.define_platform_lowering(self.primitive, platform, functools.partial(self._program, platform))
 
@@ -120,6 +122,27 @@ class Operation:
             held = primals[: len(self.operands)]  # without the scale of x
             changes.append(self.bind(parameters.linear(), *held[:i], tangent, *held[i + 1 :], announced=True))
         return y, sum(changes[1:], changes[0]) if changes else ad.Zero(jax.typeof(y).to_tangent_aval())
+
+    def _series(self, primals: Any, series: Any, *, parameters: Parameters) -> tuple[Any, Any]:
+        """`jet`: products are linear in x and in scales, lookups in scales, and the encoder is a step function."""
+        y = self.bind(parameters, *primals, announced=True)
+        if not isinstance(self.derivative, str):
+            return y, [[jnp.zeros_like(part) for _ in series[0]] for part in y]
+        held = primals[: len(self.operands)]  # without the scale of x
+        moving = [i for i, name in enumerate(self.operands) if name in ("x", "scale") and i < len(held)]
+        moving = [i for i in moving if jnp.issubdtype(held[i].dtype, jnp.inexact)]
+
+        def term(order: int) -> Any:
+            """The sum over all ways in which the orders of the operands add up to this one."""
+            total = jnp.zeros_like(y)
+            for orders in itertools.product(range(order + 1), repeat=len(moving)):
+                if sum(orders) == order:
+                    given = {i: series[i][n - 1] for i, n in zip(moving, orders, strict=True) if n}
+                    operands = (given.get(i, operand) for i, operand in enumerate(held))
+                    total += self.bind(parameters.linear(), *operands, announced=True)
+            return total
+
+        return y, [term(order + 1) for order in range(len(series[0]))]
 
     def _transpose(self, ct: Any, *operands: Any, parameters: Parameters) -> list[Any]:
         """Of the operand that is not known, which is x, or the scale."""

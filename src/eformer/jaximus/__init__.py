@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from eformer._core import explain as explain
 from eformer._core import materialize as materialize
+from eformer._core.explanation import Explanation as Explanation
 from eformer._core.materialization import materialization_policy as materialization_policy
-from eformer._core.transformations import Explanation as Explanation
 from eformer.errors import AmbiguousHandlerError as AmbiguousHandlerError
 from eformer.errors import AvalMismatchError as AvalMismatchError
 from eformer.errors import HandlerResultError as HandlerResultError
