@@ -118,6 +118,7 @@ BUILTIN = {
     "AvalMismatchError": ValueError,
     "SlicedBelowCoreError": ValueError,
     "MaterializationError": RuntimeError,
+    "ForgottenImplicitError": TypeError,
     "AmbiguousHandlerError": plum.AmbiguousLookupError,
     "HandlerResultError": TypeError,
     "HandlerSignatureError": TypeError,

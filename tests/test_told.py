@@ -9,11 +9,13 @@ import warnings
 from typing import Any
 
 import equinox as eqx
+import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import lax
 
 import eformer as ef
 from eformer._core import materialization
@@ -85,6 +87,69 @@ def test_a_framework_goes_dense(make, wrap, monkeypatch):
     assert "wrap the call in implicit(...)" in str(found[0].message)
 
 
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs: Any):
+        self.up, self.down = nnx.Linear(128, 256, rngs=rngs), nnx.Linear(256, 128, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.up(x)
+        return self.down(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit])
+def test_what_a_program_makes_dense_is_one_warning(wrap, monkeypatch):
+    """Two layers, two lines, two types: the line of the first, and what lists the rest."""
+    model = ef.quantize_tree(TwoLayers(nnx.Rngs(0)), {"up/*": "nf4", "down/*": "int8"})
+    monkeypatch.setattr(materialization, "_warned", set())
+    with pytest.warns(MaterializationWarning) as found:
+        wrap(lambda model, x: model(model(x)))(model, jnp.ones((2, 128)))
+    assert len(found) == 1
+    assert "'up/kernel', for a function outside implicit" in str(found[0].message)
+    assert "Further arrays that become dense in the same call are not announced" in str(found[0].message)
+    assert "explain(f)(*args) lists all" in str(found[0].message)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_linen_model_outside_implicit(jit):
+    model = nn.Dense(256)
+    variables = ef.quantize_tree(model.init(jax.random.key(0), jnp.ones((2, 256))), "nf4")
+    with pytest.raises(TypeError, match=r"parameter '/kernel'.*ArrayNF4(.|\n)*implicit\(model.apply\)\(variables, x\)"):
+        jit(model.apply)(variables, jnp.ones((2, 256)))
+    assert ef.implicit(model.apply)(variables, jnp.ones((2, 256))).shape == (2, 256)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: jax.scipy.linalg.block_diag(q),
+        lambda q: lax.split(q, (64, 64)),
+        lambda q: lax.reduce(q, 0.0, lax.add, (0,)),
+        lambda q: lax.fori_loop(0, 2, lambda i, c: (c[0], c[1] * 2.0 + 1.0), (0, q)),
+        lambda q: lax.cond(jnp.bool_(True), lambda q: q + 1, lambda q: q, q),
+    ],
+)
+def test_functions_that_cannot_go_on(call, q):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"[Ww]rap the (whole )?call\s+in implicit\(\.\.\.\), as in implicit\(f\)"
+    ):
+        call(q)
+    with ef.materialization_policy("allow"):
+        ef.implicit(call)(q)
+
+
+def test_a_cache_in_a_loop_and_in_a_gradient():
+    cache, row = ef.QuantizedCache.zeros((2, 8, 32)), jnp.ones((2, 1, 32))
+
+    def steps(cache: Any) -> Any:
+        return lax.scan(lambda c, i: (lax.dynamic_update_slice(c, row, (0, i, 0)), i), cache, jnp.arange(4))[0]
+
+    with pytest.raises(TypeError, match=r"QuantizedCache stands against a dense array(.|\n)*implicit\(f\)\(\*args\)"):
+        steps(cache)
+    assert isinstance(ef.implicit(steps)(cache), ef.QuantizedCache)
+    with pytest.raises(TypeError, match=r"through a QuantizedCache(.|\n)*stop_gradient\(rows\)"):
+        jax.grad(lambda row: cache.at[:, 3:4].set(row).materialize().sum())(row)
+
+
 def test_materialize_by_name_inside_a_handler_is_allowed():
     x = Half(jnp.ones(3))
     with ef.materialization_policy("error"), warnings.catch_warnings():
@@ -109,6 +174,13 @@ def test_a_gradient_with_respect_to_packed_values(q):
     f = ef.implicit(lambda q: (jnp.ones((2, 128)) @ q).sum())
     with pytest.raises(TypeError, match=r"Keep the quantized array out of the differentiated arguments(.|\n)*LoRA"):
         jax.grad(f, allow_int=True)(q)
+    for wrong in (q, {"w": ef.LoraArray(q, jnp.ones((128, 2)), jnp.ones((2, 64)))}):
+        with pytest.raises(TypeError, match=r"stores integers(.|\n)*trainable, frozen = ef.split_trainable\(params\)"):
+            jax.grad(
+                lambda tree: (
+                    jnp.ones((2, 128)) @ jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ef.ImplicitArray))[0]
+                ).sum()
+            )(wrong)
 
 
 def test_add_lora_twice(q):

@@ -117,7 +117,30 @@ materializing {array} ({dense_bytes:,} bytes dense){path} for {primitive}. {caus
 Otherwise call materialize() explicitly, or silence this with materialization_policy("allow") or
 warn_on_materialize=False. explain(f)(*args) lists everything that f materializes."""
 
-FORGOTTEN = "That function does not know {type}: wrap the call in implicit(...), as in implicit(f)(*args)."
+FORGOTTEN = """\
+That function does not know {type}: wrap the call in implicit(...), as in implicit(f)(*args).
+Further arrays that become dense in the same call are not announced."""
+
+SHOWN_BY_JAX = " (an array only inside of implicit: wrap the call in implicit(...), as in implicit(f)(*args))"
+
+DENSE_ON_ONE_SIDE = """\
+{where}{name} stands against a dense array, and both must be of one kind: what goes into a step of a loop and what comes
+out of it, or the results of all branches. Outside of implicit, functions of JAX give dense arrays. Wrap the whole call
+in implicit(...), as in implicit(f)(*args), where it stays as it is."""
+
+LINEN_TAKES_APART = """\
+Flax Linen compares the shape {wanted} of parameter {param!r} with the arrays that {name} stores, because `implicit` was
+forgotten. Wrap the call:
+
+    implicit(model.apply)(variables, x)"""
+
+GRADIENT_OF_STORED = """\
+a gradient with respect to {name} was requested, which stores integers: rounding has no useful derivative.
+Differentiate with respect to what can be trained, and keep the rest out of the differentiated arguments,
+
+    trainable, frozen = ef.split_trainable(params)  # the factors of LoRA; add_lora adds them
+
+or keep the dense weight and quantize it in the forward pass with `straight_through`."""
 
 NO_HANDLER = "No handler keeps it implicit: register one for {primitive!r} on {type}."
 

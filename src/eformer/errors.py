@@ -66,6 +66,10 @@ class MaterializationError(EformerError, RuntimeError):
     """`materialize` failed, or the policy in force refused it."""
 
 
+class ForgottenImplicitError(EformerError, TypeError):
+    """A function outside `implicit` takes an implicit array apart, and cannot go on with its parts."""
+
+
 class AmbiguousHandlerError(EformerError, plum.AmbiguousLookupError):
     """Several handlers match and none is more specific than the others."""
 

@@ -25,9 +25,7 @@ def _check(f: Any, q: Any) -> None:
         np.testing.assert_allclose(a, b, 2e-4, 2e-5)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["nf4", "int8", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE)]
-)
+@pytest.mark.parametrize("dtype", ["nf4", "int8", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE)])
 def test_a_product(dtype):
     q = ef.quantize(W, dtype=dtype)
     _check(lambda x, w: jnp.sin(x @ w), q)

@@ -68,7 +68,7 @@ BY_RULE = {"custom_vjp": with_vjp, "custom_jvp": with_jvp}  # of functions that 
 
 def test_jax_refuses_arrays_of_bytes_alone() -> None:
     x, q = inputs("mxfp4")
-    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+    with pytest.raises(TypeError, match="which stores integers"):
         jax.grad(lambda q: (x @ q).sum())(q)
     assert {leaf.dtype for leaf in jax.tree.leaves(jax.grad(lambda q: (x @ q).sum(), allow_int=True)(q))} == {
         jax.dtypes.float0

@@ -20,6 +20,7 @@ import numpy as np
 from eformer import _messages, errors
 from eformer._jax import callers, traces
 
+from . import forgotten
 from . import materialization as _materialization
 from . import shape_dtype as _shape_dtype
 from .box import box
@@ -317,6 +318,9 @@ class ImplicitArray(ArrayOperators, Placement, _ArrayBase):
             parts = [f"{name}={getattr(self, name)!r}" for name in layout(type(self)).children]
             return f"{type(self).__name__}({', '.join(parts)})"
 
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) + _messages.SHOWN_BY_JAX * callers.shown_by_jax()
+
     def _storage(self) -> str:
         """How the storage is described in `repr`."""
         return f"{self.nbytes:,} bytes"
@@ -363,4 +367,6 @@ def _static_data(q: ImplicitArray) -> Any:
 def _flatten(q: ImplicitArray) -> tuple[tuple[Any, ...], Any]:
     if traces.has_named_axes():
         check_result(q)
+    if (frame := callers.who_takes_apart()) is not None:
+        forgotten.check(q, frame)
     return layout(type(q)).get_children(q), _static_data(q)

@@ -115,6 +115,9 @@ class StaticData(tuple[Any, ...]):
     def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
 
+    def __repr__(self) -> str:
+        return super().__repr__() + _messages.SHOWN_BY_JAX * callers.shown_by_jax()
+
 
 def static_data_of(q: Any, data: tuple[Any, ...]) -> StaticData:
     static = StaticData(data)

@@ -153,7 +153,8 @@ def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> No
 
 
 def _warn_once(kind: type, primitive: str, message: str, where: tuple[str, int]) -> None:
-    key = kind, primitive, *where
+    """Warn once per place; where `implicit` was forgotten, once per program, whatever else of it becomes dense."""
+    key = (primitive, callers.program_location() or where) if primitive == OUTSIDE else (kind, primitive, *where)
     if key not in _warned:
         warnings.warn_explicit(message, errors.MaterializationWarning, *where)
         _warned.add(key)

@@ -74,6 +74,39 @@ def spec_of_result(array: Any) -> Any:
         return None
 
 
+# Functions that take values apart by a function of `jax.tree_util`: of JAX, and of Flax Linen.
+_WATCHED = {
+    "_equality_errors": "jax._src.tree_util",
+    "value_and_grad_f": "jax._src.api",
+    "param": "flax.core.scope",
+}
+
+
+def who_takes_apart() -> FrameType | None:
+    """The frame of a watched function that has asked `jax.tree_util` to take the array apart that is asking.
+
+    Should one of them be renamed, the answer becomes None, and what it has to say is said in its own words.
+    """
+    frame = sys._getframe(2).f_back
+    if frame is None or (module := _WATCHED.get(frame.f_code.co_name)) is None:
+        return None
+    return frame if frame.f_globals.get("__name__") == module else None
+
+
+def in_loop_or_branch(frame: FrameType | None) -> bool:
+    """Was this function called by a loop or a conditional of JAX, which compares structures? Else: False."""
+    for _ in range(8):
+        if frame is not None and frame.f_globals.get("__name__", "").startswith("jax._src.lax.control_flow"):
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
+def shown_by_jax(depth: int = 2) -> bool:
+    """Is a value being put into a message of JAX? Should JAX move that code: False, and there is no hint in it."""
+    return sys._getframe(depth).f_globals.get("__name__", "").startswith("jax._src.")
+
+
 def _spec_for(array: Any, specs: Any, values: Any) -> Any:
     """The PartitionSpec that stands for the whole of an array in the specs of some values."""
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
@@ -103,6 +136,7 @@ def _frames(module: str, function: str) -> Iterator[FrameType]:
 
 # Packages that call functions on behalf of the user: their frames are not the place to look at.
 _FRAMEWORKS = ("flax", "haiku", "equinox", "optax", "jax", "jaxtyping", "orbax")
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _source_info.register_exclusion(_PACKAGE + os.sep)
 
@@ -150,6 +184,23 @@ def calling_location() -> tuple[str, int]:
             first = first or (file, running.f_lineno)
         running = running.f_back
     return first or ("<unknown>", 0)
+
+
+def program_location() -> tuple[str, int] | None:
+    """(file, line) of the outermost code that is running and not installed: a line of a script, a cell or a test."""
+    found, running = None, sys._getframe(1)
+    while running is not None:
+        file = running.f_code.co_filename
+        if _source_info.is_user_filename(file) and not _is_installed(file):
+            found = file, running.f_lineno
+        running = running.f_back
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    parts = file.replace(os.sep, "/").split("/")
+    return file.startswith(("<frozen", _STDLIB)) or "site-packages" in parts or "dist-packages" in parts
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .. import arguments as _arguments
 from ..base import Sharding
+from ..gradients import frozen
 from ..integer import codec
 from ..integer.array import ArrayInt
 
@@ -19,6 +20,11 @@ FORMATS: dict[str, tuple[int, int | None, Any]] = {
     "int8": (8, None, jnp.float32),
     "int4": (4, 64, jnp.bfloat16),
 }
+NO_GRADIENT = """\
+a gradient through a QuantizedCache was requested: rows are rounded when they are written, and rounding has no useful
+derivative. Train with a dense cache, or attend without one; or write rows that are not differentiated:
+
+    cache.at[...].set(jax.lax.stop_gradient(rows))"""
 
 
 @dataclasses.dataclass
@@ -46,6 +52,10 @@ class QuantizedCache(ArrayInt):
         if self.axis is None:
             self.axis = -1
         super().__post_init__()
+
+    def frozen_scale(self) -> Any:
+        scale = self.part(self.scale_part)
+        return scale if self.carries_factor else frozen(scale, self.format, NO_GRADIENT)
 
     @property
     def _whole_rows(self) -> bool:
