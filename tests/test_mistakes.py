@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -309,6 +310,22 @@ def test_json_is_no_checkpoint(tmp_path, capsys):
     assert "of JSON files only an index" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="holds no tensors"):
         ef.load(tmp_path / "config.json")
+
+
+def test_folders_that_are_not_whole(w, tmp_path, capsys):
+    target = str(tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert main(["quantize", str(tmp_path / "empty"), target]) == 1
+    assert "is a folder without a checkpoint. Name the folder that has the .safetensors" in capsys.readouterr().err
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    names = [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+    for i, name in enumerate(names):
+        ef.save(folder / name, {f"layer{i}": {"kernel": w}})
+    crossed = {"layer0.kernel": names[1], "layer1.kernel": names[0]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": crossed}))
+    assert main(["quantize", str(folder), target]) == 1
+    assert "is not in the file. If an index says it is, index and files are of different" in capsys.readouterr().err
 
 
 def test_the_command_line_speaks_its_own_language(w, tmp_path, capsys):

@@ -1,7 +1,8 @@
 """Random programs: a format × a call of jnp, lax, jax.nn or jax.scipy × a stack of transformations × a way in.
 
 Each is compared with the dense program on `materialize()`: value, shape, dtype, weak type, or both raise. Under `with
-implicit:` a raw array is a pytree to JAX, and functions that take trees may refuse it. The time it takes is fixed: 10
+implicit:` a raw array is a pytree to JAX, and functions that take trees may refuse it. Without `implicit` they may too,
+if they say what to do. The time it takes is fixed: 10
 seconds, or EFORMER_FUZZ_SECONDS (`make nightly` sets that, and takes another seed each day).
 """
 
@@ -23,7 +24,10 @@ from core.calls_numpy import CALLS as NUMPY
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from eformer import LoraArray
+from eformer import LoraArray, QuantizedCache
+from eformer._formats.permuted.array import PermutedArray
+from eformer._formats.scaled.array import ScaledArray
+from eformer.errors import EformerError
 from eformer.jaximus import ImplicitArray, implicit, materialization_policy
 
 from .contract import FORMATS, dense, normal
@@ -60,11 +64,15 @@ STACK: dict[str, Callable[[Function], Function]] = {
 
 
 def _array(rng: np.random.Generator) -> tuple[str, ImplicitArray]:
-    name = str(rng.choice([*FORMATS, "lora"]))
     w = normal(rng, *SHAPE)
-    if name == "lora":
-        return name, LoraArray(FORMATS["nf4"].make(w), w[:, :3] / 4, w[:3] / 4, 0.5)
-    return name, FORMATS[name].make(w)
+    around: dict[str, Callable[[], ImplicitArray]] = {
+        "lora": lambda: LoraArray(FORMATS["nf4"].make(w), w[:, :3] / 4, w[:3] / 4, 0.5),
+        "scaled": lambda: ScaledArray(FORMATS["int4"].make(w), 1 + jnp.abs(w[:, :1])),
+        "permuted": lambda: PermutedArray(FORMATS["nf4"].make(w), jnp.asarray(rng.permutation(SHAPE[1]))),
+        "cache": lambda: QuantizedCache.zeros(SHAPE).at[:].set(w),
+    }
+    name = str(rng.choice([*FORMATS, *around]))
+    return name, around[name]() if name in around else FORMATS[name].make(w)
 
 
 def _block(f: Function) -> Function:
@@ -73,6 +81,22 @@ def _block(f: Function) -> Function:
             return f(w)
 
     return run
+
+
+WAYS: dict[str, Callable[[Function], Function]] = {
+    "implicit": implicit,
+    "block": _block,
+    "compiled": lambda f: jax.jit(implicit(f)),
+    "closed over": lambda f: lambda w: jax.jit(implicit(lambda: f(w)))(),
+    "bare": lambda f: f,
+}
+
+
+def refused(way: str, found: Any) -> bool:
+    """May this way in end with this error, although a dense array gives a result?"""
+    if way == "bare":
+        return isinstance(found, EformerError) or (isinstance(found, Exception) and "implicit(f)" in str(found))
+    return way == "block" and isinstance(found, (TypeError, ValueError))
 
 
 def outcome(f: Function, w: Any) -> Any:
@@ -110,14 +134,12 @@ def test_random_programs() -> None:
         name, q = _array(rng)
         call = CALLS[rng.integers(len(CALLS))]
         stack = [str(s) for s in rng.choice([*STACK], size=rng.integers(0, 3))]
-        way = ("implicit", "block")[rng.integers(2)]
+        way = str(rng.choice([*WAYS]))
         f = call.function
         for step in stack:
             f = STACK[step](f)
-        enter = implicit(f) if way == "implicit" else _block(f)
-        found = outcome(enter, q)
-        refused = way == "block" and isinstance(found, (TypeError, ValueError))
-        why = None if refused else difference(found, outcome(f, dense(q)))
+        found = outcome(WAYS[way](f), q)
+        why = None if refused(way, found) else difference(found, outcome(f, dense(q)))
         tried += 1
         if why:
             wrong.append(f"{call.name} of {name} under {' of '.join(stack[::-1]) or 'nothing'}, {way}: {why}")

@@ -305,4 +305,5 @@ def _find_in(folder: Path) -> Path:
         if found:
             names = ", ".join(p.name for p in found[:8])
             raise CheckpointError(f"is a folder with {len(found)} checkpoints ({names}); name one.", file=folder)
-    raise CheckpointError("is a folder with 0 checkpoints (none); name one.", file=folder)
+    fix = "Name the folder that has the .safetensors, .gguf, .bin or .pt files."
+    raise CheckpointError("is a folder without a checkpoint.", file=folder, fix=fix)

@@ -57,7 +57,8 @@ class MappedFile:
         try:
             return self.header.entries[name]
         except KeyError as err:
-            raise CheckpointError("is not in the file.", file=self.path, tensor=name) from err
+            fix = "If an index says it is, index and files are of different checkpoints; fetch all of them again."
+            raise CheckpointError("is not in the file.", file=self.path, tensor=name, fix=fix) from err
 
     def view(self, name: str) -> np.ndarray:
         """The tensor as a read-only view; the kernel starts fetching all of it."""
