@@ -129,8 +129,8 @@ out of it, or the results of all branches. Outside of implicit, functions of JAX
 in implicit(...), as in implicit(f)(*args), where it stays as it is."""
 
 LINEN_TAKES_APART = """\
-Flax Linen compares the shape {wanted} of parameter {param!r} with the arrays that {name} stores, because `implicit` was
-forgotten. Wrap the call:
+Flax Linen compares the shape {wanted} of parameter {param!r} with the arrays that {name} stores, because the variables
+are not given to an `implicit` function. Wrap the call:
 
     implicit(model.apply)(variables, x)"""
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.core import freeze
-from flax.errors import ScopeParamShapeError
 from flax.training.train_state import TrainState
 
+from eformer.errors import ForgottenImplicitError
 from eformer.integrations import linen
 from eformer.jaximus import explain, implicit, materialization_policy
 from eformer.ops.quantization import add_lora, dequantize_tree, merge, split_trainable
@@ -117,7 +117,7 @@ def test_what_is_told():
     close(implicit(jax.jit(model.apply))(variables, x), expected)
     close(implicit(lambda x: linen.apply_fn(model)(variables, x))(x), expected)
     for bare in (model.apply, jax.jit(model.apply), lambda v, x: implicit(lambda x: model.apply(v, x))(x)):
-        with pytest.raises(ScopeParamShapeError):  # documented: Flax compares the shapes of what is stored
+        with pytest.raises(ForgottenImplicitError, match=r"implicit\(model.apply\)\(variables, x\)"):
             bare(variables, x)
     assert type(linen.quantize(freeze(model.init(jax.random.key(0), x)))).__name__ == "FrozenDict"
     with pytest.raises(ValueError, match=r'"params" collection, got \[\'kernel\'\]'):

@@ -41,7 +41,7 @@ def quantize(variables: Mapping[str, Any], rules: Any = None, **options: Any) ->
 def apply_fn(model: nn.Module) -> Callable[..., Any]:
     """`model.apply` with dispatch on: give it to a `TrainState`, jit it, differentiate it.
 
-    Flax compares the shapes of stored arrays, so `model.apply` itself raises `ScopeParamShapeError` for quantized
+    Flax compares the shapes of stored arrays, so `model.apply` itself raises `ForgottenImplicitError` for quantized
     variables unless they are arguments of an `implicit` function.
     """
     return implicit(model.apply)
