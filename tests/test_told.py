@@ -106,7 +106,7 @@ def test_what_a_program_makes_dense_is_one_warning(wrap, monkeypatch):
     assert len(found) == 1
     assert "'up/kernel', for a function outside implicit" in str(found[0].message)
     assert "Further arrays that become dense in the same call are not announced" in str(found[0].message)
-    assert "explain(f)(*args) lists all" in str(found[0].message)
+    assert "explain(f)(*args) lists everything" in str(found[0].message)
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])

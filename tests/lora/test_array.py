@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from eformer.jaximus import implicit, materialization_policy, materialize
-from eformer.ops.quantization import LoraArray, quantize
+from eformer.ops.quantization import DoraArray, LoraArray, quantize
 
 DIMS = {"b": 2, "c": 3, "k": 8, "h": 4, "d": 6, "n": 10, "m": 5}
 
@@ -253,3 +253,14 @@ def test_bad_parts_are_refused():
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.scale = 2.0
     assert "float32 + lora 2" in repr(q)
+
+
+def test_an_infinity_never_gives_a_finite_result():
+    """Nor does NaN. Dense gives ±inf where an adapter gives NaN: see the FAQ."""
+    w = normal(0, 64, 32)
+    adapter = LoraArray(quantize(w, dtype="nf4"), w[:, :3] / 8, w[:3] / 8)
+    for q in (adapter, DoraArray.over(adapter)):
+        for bad in (jnp.inf, -jnp.inf, jnp.nan):
+            found = jnp.ones((3, 64)).at[1, 5].set(bad) @ q
+            assert not jnp.isfinite(found[1]).any()
+            assert jnp.isfinite(found[::2]).all()

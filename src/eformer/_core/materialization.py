@@ -93,7 +93,7 @@ def _notice(q: Any) -> None:
         return
     replayed = callers.replayed_location()
     where = replayed or callers.calling_location()
-    told = (type(q), str(primitive), *where) in _warned and (replayed is not None or state.notices is None)
+    told = warn and _key(type(q), str(primitive), where) in _warned and (replayed is not None or state.notices is None)
     if policy != "error" and told and not recording():
         return
     facts = _facts(q, q.shape, primitive, where)
@@ -152,9 +152,13 @@ def repeat_notices(notices: list[tuple[type, str, str]], types: set[type]) -> No
                 _warn_once(kind, primitive, message, where)
 
 
+def _key(kind: type, primitive: str, where: tuple[str, int]) -> tuple[Any, ...]:
+    """What is told once: a place; where `implicit` was forgotten, a program, whatever else of it becomes dense."""
+    return (primitive, callers.program_location() or where) if primitive == OUTSIDE else (kind, primitive, *where)
+
+
 def _warn_once(kind: type, primitive: str, message: str, where: tuple[str, int]) -> None:
-    """Warn once per place; where `implicit` was forgotten, once per program, whatever else of it becomes dense."""
-    key = (primitive, callers.program_location() or where) if primitive == OUTSIDE else (kind, primitive, *where)
+    key = _key(kind, primitive, where)
     if key not in _warned:
         warnings.warn_explicit(message, errors.MaterializationWarning, *where)
         _warned.add(key)
