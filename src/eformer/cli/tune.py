@@ -37,11 +37,13 @@ Timer = Callable[[list[Problem]], list[ways.Times]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, nargs="?", default=Path("gpu_table.json"), help="(default: %(default)s)")
+    parser.add_argument(
+        "output", type=Path, nargs="?", default=Path("gpu_table.json"), help="the file to write (default: %(default)s)"
+    )
     parser.add_argument("--formats", default=",".join(KINDS), help=f"which of {', '.join(KINDS)} (default: all)")
     rows = ",".join(map(str, ROWS))
     parser.add_argument("--rows", default=rows, metavar="M,M", help="rows of x (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no shape after so many seconds")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no new shape after this many seconds")
 
 
 def run(options: argparse.Namespace) -> int:
