@@ -12,7 +12,7 @@ from jax import lax
 
 from eformer._formats.floating.array import ArrayFloat
 from eformer.jaximus import explain, implicit, materialization_policy
-from eformer.ops.quantization import Array8B, ArrayNF4, matmul_bf16_int8_weight_only
+from eformer.ops.quantization import Array8B, ArrayNF4, QuantizationType, matmul_bf16_int8_weight_only
 
 from .contract import EVERY, FAST, FEW, FORMATS, check, dense, make, normal, seeded
 
@@ -179,3 +179,9 @@ def test_empty_products() -> None:
         assert (jnp.ones((3, 40)) @ none).shape == (3, 0)
         nothing = FORMATS[name].make(jnp.zeros((0, 8)))
         np.testing.assert_array_equal(jnp.ones((3, 0)) @ nothing, np.zeros((3, 8)))
+
+
+def test_every_name_has_an_array_in_the_contract() -> None:
+    """The other families take their names from the enumeration itself; the contract lists layouts."""
+    w = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    assert {jax.eval_shape(row.make, w).format for row in FORMATS.values()} == {str(name) for name in QuantizationType}

@@ -20,7 +20,7 @@ from flax import nnx
 
 from eformer import serialization as files
 from eformer.jaximus import ImplicitArray, tree_map_with_implicit
-from eformer.ops.quantization import ArrayNF4, quantize
+from eformer.ops.quantization import ArrayNF4, QuantizationType, quantize
 
 from .trees import Layer, assert_same, dense, everything, quantized
 
@@ -51,6 +51,20 @@ def test_files(tree, tmp_path, size):
     assert files.open_lazy(tmp_path).metadata["made by"] == "a test"
     count = len(list(tmp_path.iterdir()))
     assert count == 1 if size in (None, "1GB") else count > 3
+
+
+def test_every_format_by_name(tmp_path):
+    """Whatever has a name in the table of formats is saved, loaded, read lazily and sent as bytes."""
+    w = dense(np.random.default_rng(5), 128, 24)
+    tree = {str(name): quantize(w, dtype=name) for name in QuantizationType}
+    assert {name: q.format for name, q in tree.items()} == {str(name): str(name) for name in QuantizationType}
+    written = files.save(tmp_path / "m.safetensors", tree)
+    assert_same(files.load(written), tree)
+    lazy = files.open_lazy(written)
+    for name, q in tree.items():
+        assert_same(lazy[name], q)
+        assert lazy.info(name).format == name
+    assert_same(files.from_msgpack(files.to_msgpack(tree)), tree)
 
 
 def test_state_dicts(tree, tmp_path):
