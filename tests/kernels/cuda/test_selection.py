@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eformer as ef
 from eformer._kernels import cuda, explain, native, qragged_dot
 from eformer._kernels import formats as table
 from eformer._kernels.cuda import _wide, tuning
@@ -187,3 +189,20 @@ def test_one_row_of_float32_is_left_to_xla() -> None:
         assert found.name == "xla"
         assert "one row in float32" in dict(found.rejected)["native_cuda"]
         assert choice(m=2, **options).name == "native_cuda"
+
+
+@pytest.mark.usefixtures("present")
+@pytest.mark.parametrize("m", [1, 40, 2000])
+def test_scanned_layers_are_handed_over_as_a_stack(m: int) -> None:
+    """The codes that a kernel gets are those of all layers, and its last operand is the number of one."""
+    layers = [ef.quantize(jnp.asarray(RNG.standard_normal((512, 512)), jnp.bfloat16), dtype="nf4") for _ in range(3)]
+    stack = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+
+    @ef.implicit
+    def scanned(x: jax.Array, stack: Any) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+
+    text = lowered(scanned, jnp.ones((m, 512), jnp.bfloat16), stack)
+    (call,) = re.findall(r"custom_call @eformer_cuda_\w+\(.*", text)
+    assert "tensor<3x512x8x32xui8>" in call
+    assert "tensor<i32>" in call
