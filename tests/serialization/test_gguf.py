@@ -130,6 +130,17 @@ def test_a_gradient_keeps_no_dense_weight(path):
     assert kept < q.size * 4
 
 
+def test_large_tensors_are_arranged_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("eformer.serialization.foreign.gguf._COPIED", 1 << 12)
+    kinds = {"Q4_0": (96, 256), "Q4_1": (24, 4, 128), "Q8_0": (48, 192), "MXFP4": (80, 256)}
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes({kind: (kind, shape) for kind, shape in kinds.items()}))
+    found, wanted = (files.load_gguf(tmp_path / "m.gguf", dense=dense) for dense in (False, True))
+    for kind, shape in kinds.items():
+        assert isinstance(found[kind], ImplicitArray)
+        assert found[kind].shape == shape
+        assert np.asarray(found[kind].materialize()).tobytes() == np.asarray(wanted[kind]).tobytes(), kind
+
+
 def test_what_stays_packed_is_not_rounded_again(path, tmp_path):
     """Unless another format is asked for: `quantize` keeps the codes and scales of the file."""
     report = files.quantize_file(path, tmp_path / "m.safetensors", min_size=0)

@@ -26,6 +26,7 @@ from .gguf_format import DECODERS, MAGIC, GgufTensor, parse_gguf
 
 _CHUNK = 1 << 18  # values decoded at a time: temporaries stay in the cache
 _COPIED = 1 << 22  # bytes copied at a time
+_PIECES = 16  # that a large tensor is arranged in
 
 # Types that stay packed: what holds them exactly, and bytes in front of the codes.
 PACKED: dict[str, tuple[str, int]] = {
@@ -150,7 +151,27 @@ def _blocks_of(tensor: GgufTensor) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _packed(raw: jax.Array, name: str, dtype: Any) -> Any:
-    """Blocks `(..., blocks, bytes)` as an array of the same codes and scales."""
+    """Blocks `(..., blocks, bytes)` as an array of the same codes and scales; large ones in pieces of rows.
+
+    Nibbles are a byte each on the way, twice the memory of the file.
+    """
+    arrange = functools.partial(_arranged, name=name, dtype=dtype)
+    count = math.gcd(raw.shape[0], _PIECES) if raw.ndim > 2 and raw.size > _COPIED else 1
+    if count == 1:
+        return arrange(raw)
+    shapes, tree = jax.tree.flatten(jax.eval_shape(arrange, raw))
+    rows = raw.shape[0] // count
+
+    def piece(i: jax.Array, made: list[jax.Array]) -> list[jax.Array]:
+        parts = jax.tree.leaves(arrange(lax.dynamic_slice_in_dim(raw, i * rows, rows)))
+        pairs = zip(made, parts, strict=True)
+        return [lax.dynamic_update_slice_in_dim(whole, part, i * rows, 0) for whole, part in pairs]
+
+    made = lax.fori_loop(0, count, piece, [jnp.zeros(shape.shape, shape.dtype) for shape in shapes])
+    return jax.tree.unflatten(tree, made)
+
+
+def _arranged(raw: jax.Array, name: str, dtype: Any) -> Any:
     kind, front = PACKED[name]
     codes = raw[..., front:]
     codes = codes ^ np.uint8(128) if kind == "int8" else layouts.ggml_nibbles(codes)
