@@ -13,7 +13,7 @@ namespace eformer {
 
 // Ways to decode. Formats of 4 bits differ in their 16 values; those of kCode4 (int4, iq4_nl, fp4) are exact in 16-bit
 // floats. The fine ones are for blocks that are a multiple of 32, but not of 64.
-enum Fmt : int { kNf4, kInt8, kTernary, kBinary, kCode4, kE4m3, kE5m2, kNf4Fine, kCode4Fine };
+enum Fmt : int { kNf4, kInt8, kTernary, kBinary, kCode4, kE4m3, kE5m2, kNf4Fine, kCode4Fine, kInt8Block, kE4m3Block, kInt2, kInt3, kInt5, kInt6 };
 enum Dtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // Warps of a block that multiply; the others bring data in.
@@ -25,10 +25,18 @@ constexpr bool kIsNf4 = FMT == kNf4 || FMT == kNf4Fine;
 template <int FMT>
 constexpr bool kInNibbles = kIsNf4<FMT> || FMT == kCode4 || FMT == kCode4Fine;
 template <int FMT>
-constexpr bool kInBytes = FMT == kInt8 || FMT == kE4m3 || FMT == kE5m2;
+constexpr bool kInByteBlocks = FMT == kInt8Block || FMT == kE4m3Block;
+template <int FMT>
+constexpr bool kInBytes = FMT == kInt8 || FMT == kE4m3 || FMT == kE5m2 || kInByteBlocks<FMT>;
+// Has every block of columns a scale?
+template <int FMT>
+constexpr bool kInBlocks = kInNibbles<FMT> || kInByteBlocks<FMT>;
 // Columns that share a scale, at least.
 template <int FMT>
 constexpr int kGroup = FMT == kNf4 || FMT == kCode4 ? 64 : 32;
+// Bits of a value of the integers that are decoded alone (rows.cu): a row of bits, the first value first, its high bit first.
+template <int FMT>
+constexpr int kIntegerBits = FMT == kInt2 ? 2 : FMT == kInt3 ? 3 : FMT == kInt5 ? 5 : FMT == kInt6 ? 6 : 0;
 // Values in a stored byte, and in 16 of them.
 template <int FMT>
 constexpr int kPerByte = kInNibbles<FMT> ? 2 : kInBytes<FMT> ? 1 : FMT == kTernary ? 4 : 8;

@@ -176,6 +176,11 @@ __device__ __forceinline__ uint32_t Decoder<kInt8, __half>::pair(uint32_t word, 
 }
 
 template <class E>
+struct Decoder<kInt8Block, E> : Decoder<kInt8, E> {};
+template <class E>
+struct Decoder<kE4m3Block, E> : Decoder<kE4m3, E> {};
+
+template <class E>
 struct Decoder<kTernary, E> {
   const uint8_t* table;
   uint32_t lane4;

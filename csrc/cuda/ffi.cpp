@@ -10,9 +10,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 5;
-// Values in a stored byte, by the number of the format; 0 where there are no kernels for it.
-constexpr int64_t per_byte[10] = {2, 1, 4, 8, 2, 2, 2, 0, 1, 1};
+constexpr int64_t abi_version = 6;
+// Bits of a value, by the number of the format.
+constexpr int64_t formats = 16, bits_of[formats] = {4, 8, 2, 1, 4, 4, 4, 8, 8, 8, 8, 8, 2, 3, 5, 6};
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("eformer: " + what); }
 
@@ -39,12 +39,12 @@ std::optional<int> float_type(ffi::AnyBuffer b) {
 ffi::Error matrices(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t fmt, int64_t cols, int64_t block, Matrices* d) {
   const auto c = codes.dimensions(), s = scale.dimensions();
   const auto type = float_type(scale);
-  const bool blocks = in_nibbles(fmt);
-  if (fmt < 0 || fmt > 9 || !per_byte[fmt] || c.size() != (blocks ? 4u : 3u) || !type)
+  const bool blocks = in_blocks(fmt);
+  if (fmt < 0 || fmt >= formats || c.size() != (blocks ? 4u : 3u) || !type || (blocks ? block < 1 : block != 0))
     return invalid("the codes do not fit the format.");
   d->fmt = static_cast<int>(fmt), d->count = c[0], d->rows = c[1], d->cols = cols, d->block = static_cast<int>(block);
   d->row_bytes = blocks ? c[2] * c[3] : c[2];
-  const int64_t needed = blocks ? (cols + block - 1) / block * block / 2 : (cols + per_byte[fmt] - 1) / per_byte[fmt];
+  const int64_t needed = ((blocks ? (cols + block - 1) / block * block : cols) * bits_of[fmt] + 7) / 8;
   if (d->row_bytes != needed) return invalid("the codes do not have as many columns as they should.");
   d->codes = static_cast<const uint8_t*>(codes.untyped_data());
   d->scale_dtype = *type;
@@ -69,7 +69,7 @@ ffi::Error choose_group(ffi::Buffer<ffi::S32> index, int64_t count, Matrices* d)
 ffi::Error product(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, Product p, int64_t tiles, int64_t splits) {
   const auto x_type = float_type(x), y_type = float_type(y);
   if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
-  const bool blocks = in_nibbles(p.d.fmt);
+  const bool blocks = in_blocks(p.d.fmt);
   if (!blocks && p.d.scale && p.d.scale_cols != 1) return invalid("scales along the columns belong into x.");
   if (blocks && p.d.scale_dtype == 2) return invalid("scales of blocks must be float32 or bfloat16.");
   p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type;
@@ -109,7 +109,7 @@ ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi
     return invalid("x and y do not fit the codes.");
   const auto x_type = float_type(x), y_type = float_type(*y);
   if (!x_type || *x_type == 0 || !y_type) return invalid("x must be bfloat16 or float16, y a float.");
-  if (!in_nibbles(fmt) && p.d.scale && (axpy ? p.d.scale_rows : p.d.scale_cols) != 1)
+  if (!in_blocks(fmt) && p.d.scale && (axpy ? p.d.scale_rows : p.d.scale_cols) != 1)
     return invalid("scales along the contracted axis belong into x.");
   p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type, p.m = xd[1];
   p.y = y->untyped_data(), p.y_dtype = *y_type, p.splits = static_cast<int>(splits);

@@ -16,9 +16,11 @@ struct Stack {
 
 // Matrices as they are stored; see src/eformer/_kernels/formats.py for the layout.
 struct Matrices {
-  int fmt;  // 0 nf4, 1 int8, 2 ternary, 3 binary, 4 int4, 5 iq4_nl, 6 fp4, 8 fp8_e4m3, 9 fp8_e5m2
+  // 0 nf4, 1 int8, 2 ternary, 3 binary, 4 int4, 5 iq4_nl, 6 fp4, 8 fp8_e4m3, 9 fp8_e5m2; in blocks 7 int8, 10 fp8_e4m3,
+  // 11 fp8_e5m2, 12 int2, 13 int3, 14 int5, 15 int6
+  int fmt;
   int64_t count, rows, cols, row_bytes;
-  int block;  // of the formats of 4 bits
+  int block;  // 0 where there are none
   const uint8_t* codes;
   const uint8_t* scale;  // null without one
   int scale_dtype;
@@ -29,6 +31,7 @@ struct Matrices {
 inline uint64_t stored_in(const Matrices& d) { return static_cast<uint64_t>(d.count * (d.stack.index ? d.stack.groups : 1)); }
 
 inline bool in_nibbles(int64_t fmt) { return fmt == 0 || (fmt >= 4 && fmt <= 6); }
+inline bool in_blocks(int64_t fmt) { return in_nibbles(fmt) || fmt == 7 || fmt >= 10; }
 
 struct Product {
   Matrices d;

@@ -36,6 +36,10 @@ cudaError_t choose_skinny(cudaStream_t stream, const Product& p, const Device& d
       return multiply_skinny<kE4m3, E, 1>(stream, p, device);
     case 9:
       return multiply_skinny<kE5m2, E, 1>(stream, p, device);
+    case 7:
+      return multiply_skinny<kInt8Block, E, 1>(stream, p, device);
+    case 10:
+      return multiply_skinny<kE4m3Block, E, 1>(stream, p, device);
   }
   return cudaErrorNotSupported;
 }
@@ -75,6 +79,18 @@ cudaError_t choose(cudaStream_t stream, const Product& asked) {
   return cudaErrorNotSupported;
 }
 
+// The kernels of NF4 serve other formats of 4 bits, too, where values and scales are multiplied in float32.
+template <class E, int FORM>
+cudaError_t choose_wide_nibbles(cudaStream_t stream, const WideProduct& w) {
+  const bool nf4 = w.p.d.fmt == 0, whole = w.p.d.block % 64 == 0;
+  if constexpr (kIsBf16<E>) {
+    if (w.p.y_dtype == kF32) return whole ? multiply_wide<kNf4, E, FORM, 2>(stream, w) : cudaErrorNotSupported;
+    // bf16 holds the other values exactly, and scales in two parts.
+    if (!nf4) return w.p.d.block % 32 || w.p.y_dtype != kBf16 ? cudaErrorNotSupported : multiply_wide<kCode4Fine, E, FORM, 1>(stream, w);
+  }
+  return whole ? multiply_wide<kNf4, E, FORM, 1>(stream, w) : cudaErrorNotSupported;
+}
+
 template <class E, int FORM>
 cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
   Device device;
@@ -82,11 +98,10 @@ cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
   if (device.major != 9) return cudaErrorNotSupported;  // no other generation has the instruction
   switch (w.p.d.fmt) {
     case 0:
-      if (w.p.d.block % 64) return cudaErrorNotSupported;
-      if constexpr (kIsBf16<E>) {
-        if (w.p.y_dtype == kF32) return multiply_wide<kNf4, E, FORM, 2>(stream, w);
-      }
-      return multiply_wide<kNf4, E, FORM, 1>(stream, w);
+    case 4:
+    case 5:
+    case 6:
+      return choose_wide_nibbles<E, FORM>(stream, w);
     case 1:
       return multiply_wide<kInt8, E, FORM, 1>(stream, w);
     case 2:
@@ -97,11 +112,6 @@ cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
       return multiply_wide<kE4m3, E, FORM, 1>(stream, w);
     case 9:
       return multiply_wide<kE5m2, E, FORM, 1>(stream, w);
-  }
-  if constexpr (kIsBf16<E>) {  // bf16 holds the values exactly, and scales in two parts
-    if (in_nibbles(w.p.d.fmt) && w.p.d.block % 32 == 0 && w.p.y_dtype == kBf16) {
-      return multiply_wide<kCode4Fine, E, FORM, 1>(stream, w);
-    }
   }
   return cudaErrorNotSupported;
 }

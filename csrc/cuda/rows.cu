@@ -14,32 +14,65 @@ __device__ __forceinline__ float half_of(uint8_t bits) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, FMT == kE4m3 ? __NV_E4M3 : __NV_E5M2)));
 }
 
+// Stored bytes of eight values.
 template <int FMT>
-__device__ __forceinline__ void decode_eight(float (&v)[8], const uint8_t* row, int64_t c, int valid, const float* book) {
-  constexpr int kBytes = 8 / kPerByte<FMT>;
+constexpr int kEight = kIntegerBits<FMT> ? kIntegerBits<FMT> : 8 / kPerByte<FMT>;
+
+// Value i of eight, of the first four bytes (`low`) and the others.
+template <int FMT>
+__device__ __forceinline__ float value_of(uint32_t low, uint32_t high, int i, const float* book) {
+  constexpr int kBits = kIntegerBits<FMT>;
+  if constexpr (kBits > 0) {
+    // As one number, whose first byte is the highest.
+    const uint64_t all = static_cast<uint64_t>(__byte_perm(low, 0, 0x0123)) << 32 | __byte_perm(high, 0, 0x0123);
+    return static_cast<float>(static_cast<int>(all >> (64 - kBits * (i + 1)) & ((1 << kBits) - 1)) - (1 << (kBits - 1)));
+  }
+  const uint32_t word = kPerByte<FMT> == 1 && i >= 4 ? high : low;
+  if constexpr (FMT == kInt8) return static_cast<int8_t>(word >> (i % 4 * 8));
+  if constexpr (FMT == kE4m3 || FMT == kE5m2) return half_of<FMT>(static_cast<uint8_t>(word >> (i % 4 * 8)));
+  if constexpr (FMT == kTernary) return static_cast<float>(word >> (i / 4 * 8 + 6 - 2 * (i % 4)) & 3) - 1.f;
+  if constexpr (FMT == kBinary) return word >> (7 - i) & 1 ? 1.f : -1.f;
+  return book[word >> (i / 2 * 8 + (i % 2 ? 0 : 4)) & 15];
+}
+
+// Eight values' bytes, in as few loads as their size allows; `from` is a multiple of it.
+template <int FMT>
+__device__ __forceinline__ uint2 load_eight(const uint8_t* from) {
+  constexpr int kBytes = kEight<FMT>;
+  uint2 v = make_uint2(0, 0);
+  if constexpr (kBytes == 8) {
+    v = __ldg(reinterpret_cast<const uint2*>(from));
+  } else if constexpr (kBytes == 4) {
+    v.x = __ldg(reinterpret_cast<const uint32_t*>(from));
+  } else if constexpr (kBytes % 2 == 0) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
+    v.x = __ldg(halves);
+    if constexpr (kBytes == 6) v.x |= static_cast<uint32_t>(__ldg(halves + 1)) << 16, v.y = __ldg(halves + 2);
+  } else {
+    v.x = __ldg(from);
+    if constexpr (kBytes > 1) v.x |= static_cast<uint32_t>(__ldg(from + 1)) << 8 | static_cast<uint32_t>(__ldg(from + 2)) << 16;
+    if constexpr (kBytes == 5) v.x |= static_cast<uint32_t>(__ldg(from + 3)) << 24, v.y = __ldg(from + 4);
+  }
+  return v;
+}
+
+// The last ones of a row may be fewer. Of formats in blocks all bytes exist.
+template <int FMT>
+__device__ __forceinline__ void decode_eight(float (&v)[8], const uint8_t* row, int64_t c, int bytes, const float* book) {
+  constexpr int kBytes = kEight<FMT>;
   const uint8_t* src = row + c / 8 * kBytes;
-  uint8_t bytes[kBytes];
-  const bool whole = valid == 8 || !kInBytes<FMT>;  // packed bytes exist to the end
-  if (whole && reinterpret_cast<uintptr_t>(src) % kBytes == 0 && (FMT != kNf4 || valid == 8)) {
-    if constexpr (kBytes == 8) *reinterpret_cast<uint2*>(bytes) = __ldg(reinterpret_cast<const uint2*>(src));
-    if constexpr (kBytes == 4) *reinterpret_cast<uint32_t*>(bytes) = __ldg(reinterpret_cast<const uint32_t*>(src));
-    if constexpr (kBytes == 1) bytes[0] = __ldg(src);
-    if constexpr (kBytes == 2) {  // the last byte may be missing
-      bytes[0] = __ldg(src);
-      bytes[1] = valid > 4 ? __ldg(src + 1) : 0;
-    }
+  uint2 words = make_uint2(0, 0);
+  if (bytes == kBytes && reinterpret_cast<uintptr_t>(src) % (kBytes & -kBytes) == 0) {
+    words = load_eight<FMT>(src);
   } else {
 #pragma unroll
-    for (int i = 0; i < kBytes; ++i) bytes[i] = i * 8 < valid * kBytes ? src[i] : 0;
+    for (int i = 0; i < kBytes; ++i) {
+      const uint32_t byte = i < bytes ? src[i] : 0;
+      (i < 4 ? words.x : words.y) |= byte << (i % 4 * 8);
+    }
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if constexpr (FMT == kNf4) v[i] = book[i % 2 ? bytes[i / 2] & 15 : bytes[i / 2] >> 4];
-    if constexpr (FMT == kInt8) v[i] = static_cast<int8_t>(bytes[i]);
-    if constexpr (FMT == kTernary) v[i] = static_cast<float>((bytes[i / 4] >> (6 - 2 * (i % 4))) & 3) - 1.f;
-    if constexpr (FMT == kE4m3 || FMT == kE5m2) v[i] = half_of<FMT>(bytes[i]);
-    if constexpr (FMT == kBinary) v[i] = (bytes[0] >> (7 - i)) & 1 ? 1.f : -1.f;
-  }
+  for (int i = 0; i < 8; ++i) v[i] = value_of<FMT>(words.x, words.y, i, book);
 }
 
 __device__ __forceinline__ uint32_t pack16(float a, float b, int dtype) {
@@ -67,17 +100,19 @@ __global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constan
   const int64_t c = piece * 8;
   const int valid = static_cast<int>(d.cols - c < 8 ? d.cols - c : 8);
   const bool wide = d.cols % 8 == 0 && r.y_dtype != kF32;
-  const int64_t block = FMT == kNf4 ? c / d.block : 0;
+  const bool blocked = d.block > 0;
+  const int64_t block = blocked ? c / d.block : 0;
+  const int bytes = blocked ? kEight<FMT> : (valid * kEight<FMT> + 7) / 8;
   for (int64_t i = blockIdx.y * static_cast<int64_t>(blockDim.y) + threadIdx.y; i < r.n;
        i += static_cast<int64_t>(gridDim.y) * blockDim.y) {
     const int64_t row = r.indices ? min(max(static_cast<int64_t>(r.indices[i]), int64_t{0}), d.rows - 1) : i;
     float v[8];
-    decode_eight<FMT>(v, codes + row * d.row_bytes, c, valid, book);
+    decode_eight<FMT>(v, codes + row * d.row_bytes, c, bytes, book);
     if (d.scale) {
       // All matrices lie one behind the other: rows count through.
       const int64_t at = (d.scale_rows > 1 ? row : d.count > 1 ? row / d.rows : 0) * d.scale_cols;
-      if (FMT == kNf4 || d.scale_cols == 1) {
-        const float s = load_scale(scale, FMT == kNf4 ? row * d.scale_cols + block : at, d.scale_dtype);
+      if (blocked || d.scale_cols == 1) {
+        const float s = load_scale(scale, blocked ? row * d.scale_cols + block : at, d.scale_dtype);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] *= s;
       } else {
@@ -112,9 +147,9 @@ __global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Row
   const int c = (blockIdx.x * blockDim.x + threadIdx.x) * 8, step = gridDim.y * blockDim.y;
   if (c >= d.cols) return;
   const int64_t skipped = first_matrix(d.stack);
-  const uint8_t* codes = d.codes + skipped * d.rows * d.row_bytes + c / kPerByte<FMT>;
+  const uint8_t* codes = d.codes + skipped * d.rows * d.row_bytes + c / 8 * kEight<FMT>;
   const uint8_t* scales = d.scale + skipped * d.scale_rows * d.scale_cols * item_size(d.scale_dtype);
-  const int64_t scale_column = kInNibbles<FMT> ? c / d.block : 0, scale_pitch = d.scale_rows == 1 ? 0 : d.scale_cols;
+  const int64_t scale_column = d.block ? c / d.block : 0, scale_pitch = d.scale_rows == 1 && !d.block ? 0 : d.scale_cols;
 #pragma unroll 1
   for (int64_t first = blockIdx.y * blockDim.y + threadIdx.y; first < r.n; first += kAhead * step) {
     uint2 words[kAhead];
@@ -122,12 +157,7 @@ __global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Row
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       const int64_t row = min(first + u * step, r.n - 1);
-      const uint8_t* from = codes + row * d.row_bytes;
-      words[u] = make_uint2(0, 0);
-      if constexpr (kPerByte<FMT> == 1) words[u] = __ldg(reinterpret_cast<const uint2*>(from));
-      if constexpr (kPerByte<FMT> == 2) words[u].x = __ldg(reinterpret_cast<const uint32_t*>(from));
-      if constexpr (kPerByte<FMT> == 4) words[u].x = __ldg(reinterpret_cast<const uint16_t*>(from));
-      if constexpr (kPerByte<FMT> == 8) words[u].x = __ldg(from);
+      words[u] = load_eight<FMT>(codes + row * d.row_bytes);
       scale[u] = d.scale ? load_scale(scales, row * scale_pitch + scale_column, d.scale_dtype) : 1.f;
     }
 #pragma unroll
@@ -135,15 +165,7 @@ __global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Row
       const int64_t row = first + u * step;
       float v[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t word = kPerByte<FMT> == 1 && i >= 4 ? words[u].y : words[u].x;
-        if constexpr (kInNibbles<FMT>) v[i] = book[word >> (i / 2 * 8 + (i % 2 ? 0 : 4)) & 15];
-        if constexpr (FMT == kInt8) v[i] = static_cast<int8_t>(word >> (i % 4 * 8));
-        if constexpr (FMT == kE4m3 || FMT == kE5m2) v[i] = half_of<FMT>(static_cast<uint8_t>(word >> (i % 4 * 8)));
-        if constexpr (FMT == kTernary) v[i] = static_cast<float>(word >> (i / 4 * 8 + 6 - 2 * (i % 4)) & 3) - 1.f;
-        if constexpr (FMT == kBinary) v[i] = word >> (7 - i) & 1 ? 1.f : -1.f;
-        v[i] *= scale[u];
-      }
+      for (int i = 0; i < 8; ++i) v[i] = value_of<FMT>(words[u].x, words[u].y, i, book) * scale[u];
       const uint4 out = make_uint4(Pair<E>::pack(v[0], v[1]), Pair<E>::pack(v[2], v[3]), Pair<E>::pack(v[4], v[5]), Pair<E>::pack(v[6], v[7]));
       if (row < r.n) *reinterpret_cast<uint4*>(static_cast<uint8_t*>(r.y) + (row * d.cols + c) * 2) = out;
     }
@@ -162,8 +184,8 @@ cudaError_t launch(cudaStream_t stream, const Rows& r) {
   const int64_t enough = 16 * device.multiprocessors / wide + 1;  // a thread decodes several rows
   const dim3 grid(static_cast<unsigned>(wide), static_cast<unsigned>(down < enough ? down : enough));
   const uint64_t aligned = reinterpret_cast<uintptr_t>(r.d.codes) | r.d.row_bytes;
-  const bool plain = !r.indices && r.d.cols % 8 == 0 && r.y_dtype != kF32 && aligned % 8 == 0 && r.d.cols < 1 << 30 &&
-                     (kInNibbles<FMT> || (r.d.scale_cols == 1 && (r.d.scale_rows > 1 || r.d.count == 1)));
+  const bool plain = !r.indices && r.d.cols % 8 == 0 && r.y_dtype != kF32 && aligned % (kEight<FMT> & -kEight<FMT>) == 0 && r.d.cols < 1 << 30 &&
+                     (r.d.block || (r.d.scale_cols == 1 && (r.d.scale_rows > 1 || r.d.count == 1)));
   if (plain && r.y_dtype == kBf16) {
     matrix_kernel<FMT, __nv_bfloat16><<<grid, block, 0, stream>>>(r, book_of(r.d.fmt));
   } else if (plain) {
@@ -177,22 +199,34 @@ cudaError_t launch(cudaStream_t stream, const Rows& r) {
 }  // namespace
 
 cudaError_t decode_rows(cudaStream_t stream, const Rows& r) {
+  if (r.d.block % 8) return cudaErrorNotSupported;
   switch (r.d.fmt) {
     case 0:
     case 4:
     case 5:
     case 6:
-      return r.d.block % 8 ? cudaErrorNotSupported : launch<kNf4>(stream, r);
+      return launch<kNf4>(stream, r);
     case 1:
+    case 7:
       return launch<kInt8>(stream, r);
     case 2:
       return launch<kTernary>(stream, r);
     case 3:
       return launch<kBinary>(stream, r);
     case 8:
+    case 10:
       return launch<kE4m3>(stream, r);
     case 9:
+    case 11:
       return launch<kE5m2>(stream, r);
+    case 12:
+      return launch<kInt2>(stream, r);
+    case 13:
+      return launch<kInt3>(stream, r);
+    case 14:
+      return launch<kInt5>(stream, r);
+    case 15:
+      return launch<kInt6>(stream, r);
   }
   return cudaErrorNotSupported;
 }

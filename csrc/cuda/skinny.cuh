@@ -50,7 +50,7 @@ struct SkinnyShape {
   static constexpr int kRowsPerCopy = kCells == 1 ? 16 : 32 / kCells;
   static constexpr int kSteps = kPerChunk<FMT> / 16;  // matrix instructions per cell
   static constexpr int kX = kCells * kSteps * 2;      // registers of x per eight rows of x
-  static constexpr int kGroups = kInNibbles<FMT> ? KC / kGroup<FMT> : 1;  // sums with scales of their own
+  static constexpr int kGroups = kInBlocks<FMT> ? KC / kGroup<FMT> : 1;  // sums with scales of their own
   static constexpr int kRing = kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kScales = kRing + WARPS * RING * kPiece;
   // Behind the scales: the sums. A table of single values leaves 128 bytes free in every 256; those of four warps live
@@ -58,7 +58,7 @@ struct SkinnyShape {
   static constexpr int kInTable = kInNibbles<FMT> && TERMS == 1 ? 4 : 0;
   static __host__ __device__ int scale_pitch(int cells) { return (cells | 1) * 16; }  // rows start in other banks
   static __host__ __device__ int sums(int cells, int tiles) {
-    return kScales + (kInNibbles<FMT> ? tiles * 16 * scale_pitch(cells) : 0);
+    return kScales + (kInBlocks<FMT> ? tiles * 16 * scale_pitch(cells) : 0);
   }
   static __host__ __device__ int sum_bytes(int tiles, int width_log) { return tiles * NT * 128 << width_log; }
   static __host__ __device__ int width_log(int m) { return m <= 2 ? 0 : m <= 4 ? 1 : 2; }
@@ -238,7 +238,7 @@ struct SkinnyWarp {
     commit_copies();
   }
   __device__ __forceinline__ void find_scales(int c) {
-    if constexpr (kInNibbles<FMT>) {
+    if constexpr (kInBlocks<FMT>) {
 #pragma unroll
       for (int j = 0; j < S::kGroups; ++j)
         scale_at[j] = shared_address(shared) + S::kScales + g * S::scale_pitch(a.scale_cells) +
@@ -300,7 +300,7 @@ struct SkinnyWarp {
     load_codes(w);
     __syncwarp();
     issue();  // its place is free
-    if constexpr (kInNibbles<FMT>) {
+    if constexpr (kInBlocks<FMT>) {
       float factor[2][S::kGroups];
       load_scales(factor, i);
       constexpr int kPer = S::kCells / S::kGroups * S::kSteps;
@@ -392,7 +392,7 @@ struct SkinnyWarp {
   }
   __device__ __forceinline__ float factor_of(const Element& e) const {
     if (FMT == kNf4) return 1.f / (TERMS == 1 ? kRoughFactor : kCodebookFactor<__half>);
-    if (kInNibbles<FMT>) return 1.f;
+    if (kInBlocks<FMT>) return 1.f;
     if (!a.row_scale || e.row >= a.rows) return 1.f;
     return load_float(a.scale + (first_stored + e.matrix) * a.scale_batch, a.row_scale == 1 ? e.row : 0, a.scale_dtype);
   }
@@ -438,16 +438,16 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
   w.ring = w.oldest = shared_address(shared) + S::kRing + warp * (RING * S::kPiece);
   w.load_x(w.first_chunk, w.matrix_of(blockIdx.x));  // first: the pieces come in any order, and none is of use without x
   w.at_group(w.count > 0 ? static_cast<int>(blockIdx.x) : a.total);
-  if constexpr (kInNibbles<FMT>) w.fetch_scales(blockIdx.x, warp);
+  if constexpr (kInBlocks<FMT>) w.fetch_scales(blockIdx.x, warp);
 #pragma unroll 1
   for (int i = 0; i < RING; ++i) w.issue();
   const int share = (w.g << a.width_log) + w.t;
   w.sums = shared_address(shared) + S::sum_unit(a, warp, share >> 3) + (share & 7) * 16;
   w.sum_pitch = (warp < S::kInTable ? 256 : 128) << a.width_log;
-  if constexpr (kInNibbles<FMT>) {
+  if constexpr (kInBlocks<FMT>) {
     if constexpr (FMT == kNf4 && TERMS == 1) {
       fill_rough_table<S::kThreads>(shared, threadIdx.x, a.rough_book.v[threadIdx.x & 15]);
-    } else {
+    } else if constexpr (kInNibbles<FMT>) {
       fill_table<typename decltype(w)::Operand, S::kThreads, TERMS>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);
     }
     wait_for_all_but<RING>();  // the scales
@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) skinny_kernel(const __grid_cons
     w.run(index);
     __syncthreads();
     const int next = index + gridDim.x;
-    if (kInNibbles<FMT> && next < a.total) w.fetch_scales(next, warp);
+    if (kInBlocks<FMT> && next < a.total) w.fetch_scales(next, warp);
     w.finish(index, factor);
     if (next < a.total) {
       wait_for_copies();

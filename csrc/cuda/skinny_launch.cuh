@@ -36,13 +36,13 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   if (d.cols % KC || aligned % 16 || d.rows < 16 || p.groups) return cudaErrorNotSupported;
   const int64_t scale_row = d.scale ? d.scale_cols * item_size(d.scale_dtype) : 0;
   int share_log = 0;
-  if (kInNibbles<FMT>) {
+  if (kInBlocks<FMT>) {
     while ((kGroup<FMT> << share_log) < d.block) ++share_log;
     const uint64_t there = static_cast<uint64_t>(scale_row) | reinterpret_cast<uintptr_t>(d.scale);
     if ((kGroup<FMT> << share_log) != d.block || there % 16) return cudaErrorNotSupported;
   }
   SkinnyArgs a{};
-  a.scale_cells = kInNibbles<FMT> ? static_cast<int32_t>(scale_row / 16) : 0, a.share_log = share_log;
+  a.scale_cells = kInBlocks<FMT> ? static_cast<int32_t>(scale_row / 16) : 0, a.share_log = share_log;
   a.tiles = skinny_tiles<S>(p, a.scale_cells, device);
   if (a.tiles == 0) return cudaErrorNotSupported;
   const int64_t groups = ceil_div<int64_t>(d.rows, a.tiles * 16);
@@ -54,7 +54,7 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   a.groups = static_cast<int32_t>(groups), a.total = static_cast<int32_t>(groups * d.count);
   a.tiles_magic = magic_of(a.tiles), a.groups_magic = magic_of(groups);
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
-  a.row_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
+  a.row_scale = kInBlocks<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
   a.width_log = S::width_log(a.m);
   a.next_tile = 16 * d.row_bytes, a.next_chunk = S::kSegment - (a.tiles - 1) * a.next_tile;
   a.codes_batch = d.row_bytes * d.rows, a.x_batch = p.m * d.cols, a.y_batch = p.m * d.rows;
@@ -75,9 +75,12 @@ template <int FMT, class E, int TERMS>
 cudaError_t multiply_skinny(cudaStream_t stream, const Product& p, const Device& device) {
   const int64_t values = p.d.rows * p.d.cols;
   if constexpr (kInNibbles<FMT>) {
-    if (p.m > 8) return launch_skinny<FMT, E, 2, 256, 1, 12, TERMS>(stream, p, device);
+    if (p.m > 8) return launch_skinny<FMT, E, 2, 256, 2, 8, TERMS>(stream, p, device);
     return p.m > 2 ? launch_skinny<FMT, E, 1, 256, 1, 16, TERMS>(stream, p, device)
                    : launch_skinny<FMT, E, 1, 256, 2, 16, TERMS>(stream, p, device);
+  } else if constexpr (kInByteBlocks<FMT>) {
+    return p.m > 8 ? launch_skinny<FMT, E, 2, 128, 2, 12>(stream, p, device)
+                   : launch_skinny<FMT, E, 1, 128, 2>(stream, p, device);
   } else if constexpr (kInBytes<FMT>) {
     if (p.m > 8) return launch_skinny<FMT, E, 2, 128, 2, 12>(stream, p, device);
     if (values <= int64_t{1} << 24) return launch_skinny<FMT, E, 1, 128, 1>(stream, p, device);

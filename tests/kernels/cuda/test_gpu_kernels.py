@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from eformer._kernels import cuda, explain, qgather, qragged_dot
-from eformer._kernels.cuda import _wide
+from eformer._kernels.cuda import _wide, tuning
 from eformer._kernels.parameters import product_problem
 
 from ..cases import SCALES, Case, make_case
-from .test_selection import FORMATS, IN_BLOCKS
+from .test_selection import DECODED, FORMATS, IN_BLOCKS
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +87,25 @@ def test_products(fmt: str, form: str) -> None:
             assert error(y, case.expected(np.asarray(x, np.float64), form)) <= bound, (dtype, size)
 
 
+@pytest.mark.parametrize("fmt", DECODED)
+def test_formats_that_are_decoded(fmt: str) -> None:
+    """Looked-up rows bit for bit; products with many rows, and with few where there is a kernel for them."""
+    rng = np.random.default_rng(40 + DECODED.index(fmt))
+    for block, dtype in ((16, np.float32), (64, jnp.bfloat16), (128, np.float32)):
+        case = make_case(rng, fmt, 70, 392, block=block, scale_dtype=dtype)
+        at = jnp.asarray(rng.integers(0, 70, 33))
+        for out in LIMITS:
+            rows = qgather(case.codes, case.scale, at, fmt=fmt, cols=392, dtype=out)
+            with np.errstate(over="ignore"):  # of e5m2 in float16
+                expected = case.dense[np.asarray(at)].astype(np.float32).astype(out)
+            np.testing.assert_array_equal(np.asarray(rows, np.float32), expected.astype(np.float32))
+    few = (1, 3, 8, 12, 16) if fmt in tuning.BYTE_BLOCKS else ()
+    for m, form in ((40, "dot"), (300, "axpy"), *((m, "dot") for m in few)):
+        case = make_case(rng, fmt, 136, 1280, block=32 if m % 2 else 128)
+        x = jnp.asarray(rng.standard_normal((m, 1280 if form == "dot" else 136)), jnp.bfloat16)
+        assert error(case.product(x, form), case.expected(np.asarray(x, np.float64), form)) <= LIMITS[jnp.bfloat16]
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_batched_and_large(fmt: str) -> None:
     rng = np.random.default_rng(20 + FORMATS.index(fmt))
@@ -117,6 +136,7 @@ def test_every_shape_of_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         found = []
         for (width, outs), splits in itertools.product(_wide.costs_of(fmt, form), (1, 2, 3, 4)):
             monkeypatch.setattr(_wide, "cut", functools.partial(chosen, _wide.Cut(width, outs, splits)))
+            jax.clear_caches()  # equal products share a program
             found.append(jax.jit(functools.partial(case.product, form=form)).lower(x).compile()(x))
         assert len(found) == 4 * len(_wide.costs_of(fmt, form))
         for y in found:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import eformer as ef
-from eformer._kernels import cuda, explain, native, qragged_dot
+from eformer._kernels import cuda, explain, native, qgather, qragged_dot
 from eformer._kernels import formats as table
 from eformer._kernels.cuda import _wide, tuning
 from eformer._kernels.parameters import product_problem
@@ -22,6 +22,7 @@ from eformer._kernels.parameters import product_problem
 from ..cases import NIBBLES, make_case
 
 FORMATS, IN_BLOCKS = cuda.LIMITS.formats, ("nf4", *NIBBLES)
+DECODED = tuple(fmt for fmt in table.FORMATS if fmt not in FORMATS)
 RNG = np.random.default_rng(5)
 
 
@@ -84,6 +85,24 @@ def test_lowering_calls_the_kernel(fmt: str) -> None:
     text = lowered(jax.grad(lambda x: case.product(x).sum()), few)
     assert text.count("@eformer_cuda_wide") == 1, "the backward product is the other form"
     assert "axpy = 1 : i64" in text
+
+
+@pytest.mark.usefixtures("present")
+def test_formats_without_a_fused_kernel_are_decoded() -> None:
+    """Many rows: first; rows of a table: those asked for. For few rows blocks of bytes have a kernel, others XLA."""
+    few, many = jnp.ones((4, 512), jnp.bfloat16), jnp.ones((40, 512), jnp.bfloat16)
+    for fmt in DECODED:
+        case = make_case(RNG, fmt, 64, 512)
+        assert lowered(case.product, many).count("@eformer_cuda_dequant") == 1
+        looked_up = lowered(lambda i, c=case: qgather(c.codes, c.scale, i, fmt=c.fmt, cols=512), jnp.arange(3))
+        assert "@eformer_cuda_gather" in looked_up
+        if fmt in tuning.BYTE_BLOCKS:
+            assert "@eformer_cuda_qmatmul" in lowered(case.product, few)
+            odd = choice(fmt, 4, form="axpy")
+        else:
+            odd = choice(fmt, 4)
+        assert odd.name == "xla"
+        assert f"no kernel for {fmt} with 16 rows or fewer" in dict(odd.rejected)["native_cuda"]
 
 
 @pytest.mark.usefixtures("present")

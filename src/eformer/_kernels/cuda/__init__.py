@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..formats import FORMATS
 from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
 from ..parameters import Problem
 from . import _bytes, _wide, ways
@@ -23,7 +24,7 @@ LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=5,
+    abi=6,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
@@ -42,19 +43,28 @@ def loaded() -> Loaded:
 # -- why a problem cannot be given to the kernels; None means it can ---------------------------------------------------
 
 LIMITS = Limits(
-    ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2"),
+    ways.FUSED,
     block=ways.BLOCK,
     arithmetic="its own: 16-bit products, sums in float32",
     rows_decide="its kernels are chosen by it",
 )
 # Where the matrix is decoded first.
-DECODED = dataclasses.replace(LIMITS, block=16)
+DECODED = dataclasses.replace(LIMITS, formats=tuple(FORMATS), block=16)
 FEW = 16
 
 
 def refuses_product(problem: Problem) -> str | None:
-    limits = LIMITS if problem.has_at_most(FEW) else DECODED
-    return limits.refuses_product(problem) or _refuses_one_row(problem) or refuses_machine(problem.platform)
+    few = problem.has_at_most(FEW)
+    limits = LIMITS if few and problem.fmt in ways.FUSED else DECODED
+    why = limits.refuses_product(problem) or (_refuses_few(problem) if few else None)
+    return why or _refuses_one_row(problem) or refuses_machine(problem.platform)
+
+
+def _refuses_few(problem: Problem) -> str | None:
+    """Where the matrix would be decoded first, XLA is quicker."""
+    if problem.fmt in ways.FUSED or ways.is_few_in_byte_blocks(problem):
+        return None
+    return f"it has no kernel for {problem.fmt} with {FEW} rows or fewer, where decoding first is slower than XLA"
 
 
 def refuses_rounded(problem: Problem) -> str | None:

@@ -120,17 +120,27 @@ def can_take(problem: Problem) -> bool:
     deep = problem.cols if problem.form == "dot" else problem.rows
     if deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
-    if problem.fmt == "nf4":
-        return (problem.block or 0) % 64 == 0
-    if problem.format.blocked:  # exact values, and scales in two parts, are there in bfloat16 alone
-        return (problem.block or 0) % 32 == 0 and problem.x_dtype == problem.out_dtype == BF16
+    if problem.format.blocked:
+        return _takes_blocks(problem)
     return problem.cols % (16 * problem.format.per_code) == 0 and not problem.scaled_both_ways
+
+
+def _takes_blocks(problem: Problem) -> bool:
+    """Values and scales are multiplied in float32, or, where they are exact in it, in bfloat16."""
+    block, kinds = problem.block or 1, (problem.x_dtype, problem.out_dtype)
+    if not problem.format.in_nibbles:
+        return False
+    if problem.fmt == "nf4":
+        return block % 64 == 0
+    if kinds == (BF16, BF16):
+        return block % 32 == 0
+    return block % 64 == 0 and kinds not in ((BF16, F16), (F16, F32))
 
 
 def takes(problem: Problem) -> bool:
     """Can the wide kernel compute this product, and is it by rule the quickest one that can?"""
     rows = problem.m * (2 if doubles_rows(problem) else 1)
-    most = MOST_SUMS if problem.fmt == "nf4" and is_float32(problem) else MOST
+    most = MOST_SUMS if problem.format.in_nibbles and is_float32(problem) else MOST
     small = problem.rows * problem.cols <= SMALL.get(problem.fmt, 0)
     small = small or problem.cols > LONG.get(problem.fmt, problem.cols)
     fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST

@@ -45,8 +45,9 @@ class Generation:
 STAGE_COST = MappingProxyType({1: 1.0, 2: 2.5, 4: 4.0, 8: 6.0})
 BYTES = ("int8", "fp8_e4m3", "fp8_e5m2")
 PACKED = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
+BYTE_BLOCKS = ("int8_block", "fp8_e4m3_block")
 SKINNY: Mapping[str, Skinny] = MappingProxyType(
-    {fmt: Skinny(16, 256) for fmt in PACKED} | {fmt: Skinny(16, 128) for fmt in BYTES}
+    {fmt: Skinny(16, 256) for fmt in PACKED} | {fmt: Skinny(16, 128) for fmt in (*BYTES, *BYTE_BLOCKS)}
 )
 NOT_SKINNY: Mapping[str, Skinny] = MappingProxyType({})
 TABLE: Mapping[str, Generation] = MappingProxyType(

@@ -20,10 +20,12 @@ from eformer import _settings
 from ..native import BF16
 from ..parameters import Problem
 from . import _wide
-from .tuning import BYTES, capability, generation
+from .tuning import BYTE_BLOCKS, BYTES, capability, generation, is_skinny
 
 # The kernels of skinny.cuh and dot.cuh; that of wide.cuh; decoding first, then cuBLAS.
 WAYS = ("few", "wide", "decode")
+# Formats that are decoded while they are multiplied; of others, blocks of bytes for few rows of x.
+FUSED = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2")
 # Formats whose products take as long as those of another one.
 LIKE = {"iq4_nl": "int4", "fp4": "int4", "fp8_e5m2": "fp8_e4m3"}
 FAR = math.log(4)  # from one shape to another: a factor
@@ -40,11 +42,24 @@ def possible(problem: Problem) -> list[str]:
     found = ["decode"]
     if _wide.can_take(problem):
         found.insert(0, "wide")
-    exact = _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
-    whole = not (problem.block or 0) % BLOCK and not exact and not problem.scaled_both_ways
-    if problem.form == "dot" and problem.m <= generation().largest_m and whole:
+    whole = not (problem.block or 0) % BLOCK and not _is_exact(problem) and not problem.scaled_both_ways
+    few = problem.form == "dot" and problem.m <= generation().largest_m and whole
+    if few if problem.fmt in FUSED else is_few_in_byte_blocks(problem):
         found.insert(0, "few")
     return found
+
+
+def is_few_in_byte_blocks(problem: Problem) -> bool:
+    """Is it for the kernel of csrc/cuda/skinny.cuh, which has no other one behind it for these formats?"""
+    block, size = problem.block or 1, 2 if problem.scale_dtype == BF16 else 4
+    if problem.form != "dot" or problem.fmt not in BYTE_BLOCKS or _is_exact(problem) or problem.rows < 16:
+        return False
+    whole = block % 32 == 0 and (block & (block - 1)) == 0 and -(-problem.cols // block) * size % 16 == 0
+    return whole and is_skinny(problem.fmt, problem.m * (2 if _wide.doubles_rows(problem) else 1), problem.cols)
+
+
+def _is_exact(problem: Problem) -> bool:
+    return _wide.is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT)
 
 
 def chosen(problem: Problem) -> str:
