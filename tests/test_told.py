@@ -105,7 +105,7 @@ def test_what_a_program_makes_dense_is_one_warning(wrap, monkeypatch):
         wrap(lambda model, x: model(model(x)))(model, jnp.ones((2, 128)))
     assert len(found) == 1
     assert "'up/kernel', for a function outside implicit" in str(found[0].message)
-    assert "Further arrays that become dense in the same call are not announced" in str(found[0].message)
+    assert "Other arrays that become dense in the same call are not reported" in str(found[0].message)
     assert "explain(f)(*args) lists everything" in str(found[0].message)
 
 
@@ -143,7 +143,7 @@ def test_a_cache_in_a_loop_and_in_a_gradient():
     def steps(cache: Any) -> Any:
         return lax.scan(lambda c, i: (lax.dynamic_update_slice(c, row, (0, i, 0)), i), cache, jnp.arange(4))[0]
 
-    with pytest.raises(TypeError, match=r"QuantizedCache stands against a dense array(.|\n)*implicit\(f\)\(\*args\)"):
+    with pytest.raises(TypeError, match=r"QuantizedCache meets a dense array(.|\n)*implicit\(f\)\(\*args\)"):
         steps(cache)
     assert isinstance(ef.implicit(steps)(cache), ef.QuantizedCache)
     with pytest.raises(TypeError, match=r"through a QuantizedCache(.|\n)*stop_gradient\(rows\)"):

@@ -119,18 +119,18 @@ warn_on_materialize=False. explain(f)(*args) lists everything that f materialize
 
 FORGOTTEN = """\
 That function does not know {type}: wrap the call in implicit(...), as in implicit(f)(*args).
-Further arrays that become dense in the same call are not announced."""
+Other arrays that become dense in the same call are not reported."""
 
-SHOWN_BY_JAX = " (an array only inside of implicit: wrap the call in implicit(...), as in implicit(f)(*args))"
+SHOWN_BY_JAX = " (an array only inside implicit: wrap the call in implicit(...), as in implicit(f)(*args))"
 
 DENSE_ON_ONE_SIDE = """\
-{where}{name} stands against a dense array, and both must be of one kind: what goes into a step of a loop and what comes
-out of it, or the results of all branches. Outside of implicit, functions of JAX give dense arrays. Wrap the whole call
-in implicit(...), as in implicit(f)(*args), where it stays as it is."""
+{where}{name} meets a dense array where both must have the same type: the input and the output of a loop step, or the
+results of all branches. Outside implicit, JAX functions return dense arrays. To keep it packed, wrap the whole call
+in implicit(...), as in implicit(f)(*args)."""
 
 LINEN_TAKES_APART = """\
 Flax Linen compares the shape {wanted} of parameter {param!r} with the arrays that {name} stores, because the variables
-are not given to an `implicit` function. Wrap the call:
+are not passed to a function wrapped in `implicit`. Wrap the call:
 
     implicit(model.apply)(variables, x)"""
 
