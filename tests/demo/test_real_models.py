@@ -59,6 +59,7 @@ def test_a_llama_model(package: Path, capsys: pytest.CaptureFixture[str], monkey
 def test_a_bert_model(package: Path, capsys: pytest.CaptureFixture[str]):
     folder = package / run_minilm.PACKAGE[0] / "model"
     folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()  # or the package itself, where it is installed, would come first
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{c}" for c in letters)]
     (folder / "config.json").write_text('{"num_attention_heads": 2}')
