@@ -101,8 +101,10 @@ def test_formats_that_are_decoded(fmt: str) -> None:
             np.testing.assert_array_equal(np.asarray(rows, np.float32), expected.astype(np.float32))
     few = (1, 3, 8, 12, 16) if fmt in tuning.BYTE_BLOCKS else ()
     for m, form in ((40, "dot"), (300, "axpy"), *((m, "dot") for m in few)):
-        case = make_case(rng, fmt, 136, 1280, block=32 if m % 2 else 128)
-        x = jnp.asarray(rng.standard_normal((m, 1280 if form == "dot" else 136)), jnp.bfloat16)
+        case = make_case(rng, fmt, 136, 2048, block=32 if m % 2 else 128)
+        x = jnp.asarray(rng.standard_normal((m, 2048 if form == "dot" else 136)), jnp.bfloat16)
+        how = {"fmt": fmt, "form": form, "cols": 2048}
+        assert explain(product_problem(x, case.codes, case.scale, "cuda", **how)).name == "native_cuda"
         assert error(case.product(x, form), case.expected(np.asarray(x, np.float64), form)) <= LIMITS[jnp.bfloat16]
 
 
