@@ -201,3 +201,18 @@ def test_results_along_batch_axes_and_dense_ones_stay(key):
     np.testing.assert_array_equal(found.materialize(), make(w).materialize())
     found = jax.shard_map(lambda w: make(w).materialize(), mesh=mesh, in_specs=P(None, "t"), out_specs=P(None, "t"))(w)
     np.testing.assert_array_equal(found, make(w).materialize())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "lora-nf4"])
+def test_a_gradient_inside_of_the_body(kind):
+    """JAX's rules state the sharding of products there, which says nothing inside of a shard_map."""
+    q = MAKE[kind](jax.random.normal(jax.random.key(0), (64, 32)))
+    x, mesh = jnp.ones((2, 64)), jax.make_mesh((2,), ("t",), devices=jax.devices()[:2])
+
+    def gradient(w):
+        return jax.grad(lambda x: jnp.tanh(x @ w).sum())(x)
+
+    f = jax.shard_map(gradient, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with materialization_policy("error"):
+        found = implicit(f)(q)
+    np.testing.assert_allclose(found, f(q.materialize()), 1e-5, 1e-5)

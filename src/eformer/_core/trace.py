@@ -213,6 +213,8 @@ def call_jaxpr(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 
 def dispatch(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
     """The result of a primitive on values of which some are implicit. Runs under the parent trace."""
+    if primitive.name == "dot_general":
+        params = avals.without_manual_sharding(params)
     if primitive.name == "dot_general" and all(v.compiles_products for v in values if is_implicit(v)):
         return _compiled(values, _dispatched, primitive, tuple(params.items()))
     return _dispatched(primitive, params, *values)

@@ -101,6 +101,13 @@ def _varying(shape: tuple[int, ...], dtype: Any, like: Any, axes: frozenset[str]
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding, manual_axis_type=mat)
 
 
+def without_manual_sharding(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of a product without an `out_sharding` that says nothing, as JAX's own rules set in a shard_map."""
+    wanted = params.get("out_sharding")
+    manual = wanted is not None and not wanted.mesh.empty and wanted.mesh.are_all_axes_manual
+    return {**params, "out_sharding": None} if manual else params
+
+
 def typed_by_a_mesh(*values: Any) -> bool:
     """Do the types of values speak of a mesh? Otherwise nothing varies, and nothing is sharded explicitly."""
     return not all(jax.typeof(value).sharding.mesh.empty for value in values)
