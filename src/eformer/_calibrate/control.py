@@ -16,7 +16,7 @@ from eformer._jax import jaxprs
 
 from . import products, views
 from .frame import Frame, Key, Source, Tracked, bind, dense, rule, run, stack_axes
-from .views import NotFollowed, Sums
+from .views import Sums, _NotFollowed
 
 # Where a call keeps its program. Derivatives are of no interest here, nor is what is stored for them.
 _PROGRAM = {
@@ -98,7 +98,7 @@ class Body:
         for view in self.shown[number].views:
             try:
                 self.outer.add(view, batch, [axis + shift for axis in axes], sums)
-            except NotFollowed as why:
+            except _NotFollowed as why:
                 self.outer.note(self.outer.unseen, Tracked(None, (view,)), str(why))
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from eformer._jax import avals, jaxprs
 
 from . import products, views
-from .views import NotFollowed, Sums, View
+from .views import Sums, View, _NotFollowed
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]  # source, contracted axes, stack axes
 
@@ -99,7 +99,7 @@ class Frame:
         for view in weight.views:
             try:
                 self._product(view, x, contracted, batch)
-            except NotFollowed as why:
+            except _NotFollowed as why:
                 self.note(self.unseen, Tracked(None, (view,)), f"{primitive}: {why}")
 
     def _product(self, view: View, x: Any, contracted: list[Any], batch: list[Any]) -> None:
@@ -119,7 +119,7 @@ class Frame:
         """Each entry along the batch axis is multiplied with the matrix of its number: grouped by number, they need no
         moment of their own."""
         if any(self._names(view, axis) for axis, _ in contracted):
-            raise NotFollowed("a product along an axis that devices share")
+            raise _NotFollowed("a product along an axis that devices share")
         sides = [x_axis for _, x_axis in contracted]
         sizes = [x.shape[x_axis] for x_axis in sides]
         tokens = [axis for axis in range(x.ndim) if axis not in (batch[1], *sides)]
@@ -148,7 +148,7 @@ class Frame:
         names = tuple(name for leaf_axis, _, _ in pieces for name in one.names[leaf_axis])
         for leaf_axis, _, size in pieces if names else ():
             if len(pieces) > 1 or leaf_axis in view.picked or size != one.shape[leaf_axis]:
-                raise NotFollowed("a product along a part of an axis that devices share")
+                raise _NotFollowed("a product along a part of an axis that devices share")
         return names
 
     def grouped(self, weight: Tracked, x: Any, group_sizes: Any, group: int, contracted: int) -> None:
@@ -156,9 +156,9 @@ class Frame:
         for view in weight.views:
             try:
                 if self._names(view, contracted):
-                    raise NotFollowed("a product along an axis that devices share")
+                    raise _NotFollowed("a product along an axis that devices share")
                 self._summed(view, [group], [contracted], sums, ())
-            except NotFollowed as why:
+            except _NotFollowed as why:
                 self.note(self.unseen, Tracked(None, (view,)), f"ragged_dot_general: {why}")
 
 

@@ -15,7 +15,7 @@ from eformer._formats.blocks import largest
 from eformer._jax import avals
 from eformer._kernels import group_tiles
 
-from .views import NotFollowed, Sums
+from .views import Sums, _NotFollowed
 
 TILE = 256  # rows of a group that are multiplied at a time
 
@@ -97,7 +97,7 @@ def patches(x: Any, kernel: Sequence[int], params: dict[str, Any]) -> tuple[Any,
     """What a convolution multiplies its kernel (of this shape) with: patches of x, the axes of them that are
     contracted, and the axes of the kernel these are."""
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
-        raise NotFollowed("a convolution in groups")
+        raise _NotFollowed("a convolution in groups")
     numbers = params["dimension_numbers"]
     _, channel, *window = numbers.rhs_spec
     cut = lax.conv_general_dilated_patches(

@@ -12,7 +12,7 @@ from eformer._jax import traces
 
 from . import products, views
 from .frame import Frame, Tracked, bind, dense, rule
-from .views import NotFollowed, View
+from .views import View, _NotFollowed
 
 # -- operations after which an array still shows its leaf --------------------------------------------------------------
 
@@ -24,7 +24,7 @@ def _moved(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, 
         return out
     try:
         return followed(frame, out, [move(view) for view in operand.views])
-    except NotFollowed as why:
+    except _NotFollowed as why:
         frame.note(frame.other, operand, str(why))
         return out
 
@@ -120,7 +120,7 @@ def _split(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, 
         try:
             shown = [views.pick(view, axis, np.arange(start, end)) for view in operand.views]
             results.append(followed(frame, out, [views.squeeze(view, [axis]) for view in shown] if one else shown))
-        except NotFollowed as why:
+        except _NotFollowed as why:
             frame.note(frame.other, operand, str(why))
             results.append(out)
     return results
@@ -150,7 +150,7 @@ def _gather(frame: Frame, primitive: Any, operands: list[Any], params: dict[str,
         others = [i for i in range(len(shape)) if i != axis[0]]
         order = [axis[0] if i in rest else others[list(numbers.offset_dims).index(i)] for i in range(jnp.ndim(out))]
         return followed(frame, out, [views.transpose(view, order) for view in shown])
-    except NotFollowed as why:
+    except _NotFollowed as why:
         frame.note(frame.other, operands[0], str(why))
         return out
 
@@ -211,6 +211,6 @@ def _conv(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, A
         try:
             cut, x_axes, axes = products.patches(dense(x), jnp.shape(kernel.value), params)
             frame.product(kernel, cut, (list(zip(axes, x_axes, strict=True)), []), "conv_general_dilated")
-        except NotFollowed as why:
+        except _NotFollowed as why:
             frame.note(frame.unseen, kernel, str(why))
     return bind(primitive, operands, params)

@@ -4,7 +4,7 @@ A piece (axis, stride, size) is an axis of the leaf or, after a reshape, a facto
 i * stride along the axis. An axis of the array is a tuple of pieces, the slowest first; no pieces make an axis that the
 leaf does not have (it was broadcast, or has length 1). An axis of the leaf may be gone: one index of it was taken.
 
-What cannot be followed any further raises `NotFollowed`, with the operation; rules turn it into a note.
+What cannot be followed any further raises `_NotFollowed`, with the operation; rules turn it into a note.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from eformer._jax import avals, traces
 
 
-class NotFollowed(Exception):
+class _NotFollowed(Exception):
     """A leaf is lost sight of, by an operation that the message names."""
 
 
@@ -86,12 +86,12 @@ def pick(view: View, axis: int, positions: Any) -> View:
     """Entries `positions` (known or traced) along one axis of the array."""
     size, pieces = len(positions), view.axes[axis]
     if view.starts[axis] is not None or len(pieces) > 1:
-        raise NotFollowed("a slice of joined axes")
+        raise _NotFollowed("a slice of joined axes")
     picked = dict(view.picked)
     if pieces:
         leaf_axis, _, length = pieces[0]
         if leaf_axis not in picked and length != view.leaf[leaf_axis]:
-            raise NotFollowed("a slice of a part of an axis")
+            raise _NotFollowed("a slice of a part of an axis")
         picked[leaf_axis] = jnp.asarray(picked[leaf_axis])[positions] if leaf_axis in picked else positions
         pieces = ((leaf_axis, 1, size),)
     axes = (*view.axes[:axis], pieces, *view.axes[axis + 1 :])
@@ -102,7 +102,7 @@ def pick(view: View, axis: int, positions: Any) -> View:
 def reshape(view: View, shape: Sequence[int]) -> View:
     """The same pieces in other groups; a piece is cut in two where that is needed."""
     if any(start is not None for start in view.starts):
-        raise NotFollowed("a reshape of a concatenation")
+        raise _NotFollowed("a reshape of a concatenation")
     # Axes of length 1 are nobody's: those of the leaf that vanish so count as taken at 0.
     items: list[tuple[Piece | None, int]] = []
     taken, picked = dict(view.taken), dict(view.picked)
@@ -127,15 +127,15 @@ def _group(items: list[tuple[Piece | None, int]], size: int, picked: Mapping[int
         piece, length = items.pop(0)
         if length > size:
             if length % size or (piece is not None and piece[0] in picked):
-                raise NotFollowed("a reshape across axes")
+                raise _NotFollowed("a reshape across axes")
             rest = length // size
             items.insert(0, (None if piece is None else (piece[0], piece[1], rest), rest))
             piece, length = None if piece is None else (piece[0], piece[1] * rest, size), size
         elif size % length:
-            raise NotFollowed("a reshape across axes")
+            raise _NotFollowed("a reshape across axes")
         size //= length
         if piece is None and (group or size > 1):
-            raise NotFollowed("a reshape that joins broadcast axes")
+            raise _NotFollowed("a reshape that joins broadcast axes")
         group += [] if piece is None else [piece]
     return tuple(group)
 
@@ -189,9 +189,9 @@ def project(view: View, batch: Sequence[int], contracted: Sequence[int], sums: S
         for leaf_axis, _, _ in pieces:
             parts.setdefault(leaf_axis, set()).add(part.get(axis, "kept"))
     if any(len(found) > 1 for found in parts.values()):
-        raise NotFollowed("a product that contracts a part of an axis")
+        raise _NotFollowed("a product that contracts a part of an axis")
     if any(not view.axes[axis] and view.shape[axis] > 1 for axis in contracted):
-        raise NotFollowed("a product over a broadcast axis")
+        raise _NotFollowed("a product over a broadcast axis")
     gone = [axis for axis in range(len(view.leaf)) if axis not in parts]
     if not any(found == {"kept"} for found in parts.values()):
         gone = gone[:-1]  # one column of a matrix, which is no stack of columns
