@@ -178,6 +178,11 @@ def resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def trim() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def measure(job: str, path: str) -> None:
     """In a process of its own: what the job adds to the peak of the resident memory, and what it holds at the end."""
     import jax
@@ -186,11 +191,11 @@ def measure(job: str, path: str) -> None:
 
     tiny = ef.quantize(jax.numpy.ones((64, 64)), dtype="int4")  # so that the compiler is loaded
     jax.block_until_ready(tiny.T @ tiny.materialize())
+    trim()
     before, first = resident("VmRSS"), ef.open_checkpoint(path)
     jax.block_until_ready(first[next(iter(first))])  # compiles
     del first
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    trim()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     begun = time.perf_counter()
     if job == "quantize":
