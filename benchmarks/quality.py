@@ -221,7 +221,7 @@ def table(known: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|"]
     order = {row.name: i for i, row in enumerate(ROWS)}
     for name, rows in known["rows"].items():
-        for row in sorted(rows, key=lambda row: order.get(row, len(order))):
+        for row in sorted(rows, key=lambda row: order.get(row.partition("@")[0], len(order))):
             found = rows[row]
             if "change" in found:
                 cells = [_cell(found["change"], " %"), f"{found['divergence']['value']:.4f}"]
@@ -229,8 +229,17 @@ def table(known: dict[str, Any]) -> str:
             else:
                 cells = [_cell(found["accuracy_change"], " points"), f"{found['cosine']:.4f}"]
                 cells.append(f"{found['same_neighbour']:.1%}")
-            lines.append(f"| {name} | {row} | {found['bits_per_weight']:.2f} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {name} | {_described(row, found)} | {found['bits_per_weight']:.2f} | {' | '.join(cells)} |"
+            )
     return "\n".join(lines)
+
+
+def _described(row: str, found: dict[str, Any]) -> str:
+    """The name of a row, its options, and a star where the file has a note about it."""
+    base, _, changes = row.partition("@")
+    options = f" ({changes.replace('&', ', ').replace('=', ' ')})" if changes else ""
+    return base + options + ("*" if "note" in found else "")
 
 
 def _cell(estimate: dict[str, float], unit: str) -> str:
@@ -285,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             print(f"{time.monotonic() - begun:4.0f} s  {shown(name, row.name, done[row.name])}", flush=True)
             if options.json is not None:
-                known.setdefault("measured_on", {})[name] = facts()
+                known.setdefault("measured_on", {})[name] = {**facts(), "device": jax.devices()[0].device_kind}
                 options.json.write_text(json.dumps(known, indent=1) + "\n")
     if failed:
         raise SystemExit(f"not measured: {'; '.join(failed)}")
