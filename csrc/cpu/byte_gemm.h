@@ -52,18 +52,24 @@ struct ByteEngine {
   static void block(const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off, const float* scales,
                     bool first, float* c) {
     I sums[m][vectors];
+#pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) {
         sums[i][v] = parts == 1 ? broadcast_bits(off[i]) : broadcast_bits(0);
         if (!in_blocks && !first) sums[i][v] = add_bits(sums[i][v], load_bits(c + i * tile + v * lanes));
       }
     add_dots<m>(x, b, count, sums);
     if constexpr (parts == 2) {
+#pragma GCC unroll 8
       for (int i = 0; i < m; ++i)
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) sums[i][v] = add_bits(shift_left<8>(sums[i][v]), broadcast_bits(off[i]));
       add_dots<m>(x, b + part_size, count, sums);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) {
         float* at = c + i * tile + v * lanes;
         if constexpr (in_blocks) {
@@ -161,7 +167,7 @@ class ByteGemm {
       for (int64_t n = begin; n < end; n += tile) {
         const bool last = n + tile >= end;
         const int64_t next_n = last ? begin : n + tile, next_k = last ? k1 + stage.span : k1;
-        stage_codes(w, n, k1, w.codes + next_n * w.row_bytes + next_k / per_byte(format), stage);
+        stage_codes(w, n, k1, w.codes + next_n * w.row_bytes + w.byte_of<format>(next_k), stage);
         for (int64_t k0 = k1; k0 < min(k1 + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
           if constexpr (in_blocks) stage_scales(w, n, k0, count, stage);

@@ -26,6 +26,7 @@ class ByteSmallDot {
     const auto x = layout.add<int8_t>(rows * padded);
     const auto taken = layout.add<uint32_t>(rows * (in_blocks ? groups * lanes : 1));
     const auto row = layout.add<int8_t>(2 * padded);
+    const auto room = reserve_rows<format>(layout, p.d, side_by_side(1), padded, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     ByteSmallDot dot{p, w, x.in(base), taken.in(base), groups};
@@ -33,8 +34,8 @@ class ByteSmallDot {
       for (int64_t i = 0; i < rows; ++i) dot.pack(i, row.in(base), x.in(base), taken.in(base));
     };
     const int64_t chunk = max(8, min(64, round_up(ceil_div(p.n(), 4 * runtime.workers()), 8)));
-    prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t) {
-      dot.outputs(i * chunk, min(p.n(), (i + 1) * chunk));
+    prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
+      dot.outputs(i * chunk, min(p.n(), (i + 1) * chunk), room.in(base, worker));
     });
   }
 
@@ -71,21 +72,21 @@ class ByteSmallDot {
     }
   }
 
-  void outputs(int64_t begin, int64_t end) const {
+  void outputs(int64_t begin, int64_t end, uint8_t* room) const {
     switch (at_once(p.m)) {
-      case 1: return outputs<1>(begin, end);
-      case 2: return outputs<2>(begin, end);
-      case 4: return outputs<4>(begin, end);
-      default: return outputs<most_rows>(begin, end);
+      case 1: return outputs<1>(begin, end, room);
+      case 2: return outputs<2>(begin, end, room);
+      case 4: return outputs<4>(begin, end, room);
+      default: return outputs<most_rows>(begin, end, room);
     }
   }
 
   template <int m>
-  void outputs(int64_t begin, int64_t end) const {
+  void outputs(int64_t begin, int64_t end, uint8_t* room) const {
     constexpr int step = side_by_side(m);
     for (int64_t n = begin; n < end; n += step) {
       float sums[m][step];
-      several<m, step>(n, sums);
+      several<m, step>(n, room, sums);
       for (int i = 0; i < min(m, p.m); ++i)
         for (int c = 0; c < min(step, end - n); ++c)
           store_from_f32(p.y, p.y_type, i * p.n() + n + c, sums[i][c] * factors[i].first * (w.at_end(n + c) * factors[i].then));
@@ -94,23 +95,18 @@ class ByteSmallDot {
 
   // Outputs n ... n + step - 1; rows beyond the last are replaced by it.
   template <int m, int step>
-  INLINE void several(int64_t n, float (&sums)[m][step]) const {
+  INLINE void several(int64_t n, uint8_t* room, float (&sums)[m][step]) const {
     const uint8_t* codes[step];
     const float* scales[step];
-    for (int c = 0; c < step; ++c) {
-      const int64_t row = min(n + c, w.rows - 1);
-      codes[c] = w.codes + row * w.row_bytes;
-      scales[c] = in_blocks ? w.per_block + row * w.blocks : nullptr;
-    }
-    // Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later.
-    const int64_t stretch = step * w.row_bytes, ahead = max(1, 32768 / stretch) * stretch;
+    const int64_t row_bytes = rows_of<format>(w, n, groups * columns, room, codes, scales);
+    const int64_t ahead = bytes_ahead<format, step>(w);
     Blocks blocks(w.block);
     const Spread spread(blocks.per_group);
     I acc[m][step];
     F total[m][step];
     for (int i = 0; i < m; ++i)
       for (int c = 0; c < step; ++c) acc[i][c] = broadcast_bits(0), total[i][c] = zero();
-    const int64_t whole = min(groups, w.row_bytes / vector_bytes);
+    const int64_t whole = min(groups, row_bytes / vector_bytes);
     const W weights(w.table);
     I bits[step];
     int64_t g = 0;
@@ -125,7 +121,7 @@ class ByteSmallDot {
     if (g < groups) {
       for (int c = 0; c < step; ++c) {
         uint8_t rest[vector_bytes] = {};
-        std::memcpy(rest, codes[c] + g * vector_bytes, w.row_bytes - g * vector_bytes);
+        std::memcpy(rest, codes[c] + g * vector_bytes, row_bytes - g * vector_bytes);
         bits[c] = load_bits(rest);
       }
       group<m, step>(weights, g, bits, acc);

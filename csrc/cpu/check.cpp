@@ -44,9 +44,11 @@ ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t
     return invalid("fmt=", a.fmt, " is unknown; formats are numbered from 0 to ", format_count - 1, ".");
   const Format format = static_cast<Format>(a.fmt);
   const bool four_bits = format == Format::nf4 || (format >= Format::int4 && format <= Format::fp4);
-  const bool in_blocks = four_bits || blocked(format);
+  const bool in_blocks = four_bits || blocked(format) || format >= Format::int2;
   d.table = four_bits && format != Format::nf4 ? static_cast<int>(a.fmt) - static_cast<int>(Format::int4) + 1 : 0;
-  d.format = four_bits ? Format::nf4 : format;
+  const bool in_bits = format >= Format::int2 && format <= Format::int6;
+  d.bits = format == Format::int2 ? 2 : format == Format::int3 ? 3 : format == Format::int5 ? 5 : format == Format::int6 ? 6 : 8;
+  d.format = four_bits ? Format::nf4 : in_bits ? Format::int8_block : format;
   const bool is_signed = format == Format::int8 || format == Format::int8_block;
   const auto type = is_signed ? ffi::DataType::S8 : ffi::DataType::U8;
   const auto dims = codes.dimensions();
@@ -58,9 +60,10 @@ ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t
   d.block = in_blocks ? a.block : 0;
   d.codes = static_cast<const uint8_t*>(codes.untyped_data());
   if (in_blocks) {
-    if (a.block < 2 || a.block % 2 || dims[batch + 1] != d.blocks() || dims[batch + 2] * per_byte(d.format) != a.block)
+    const int64_t block_bytes = a.block * d.bits / 8 / per_byte(d.format);
+    if (a.block < 2 || a.block % 2 || a.block * d.bits % 8 || dims[batch + 1] != d.blocks() || dims[batch + 2] != block_bytes)
       return invalid("codes ", show(codes), " do not hold ", a.cols, " columns in blocks of ", a.block, ".");
-    d.row_bytes = d.blocks() * a.block / per_byte(d.format);
+    d.row_bytes = d.blocks() * block_bytes;
   } else {
     d.row_bytes = (a.cols + per_byte(d.format) - 1) / per_byte(d.format);
     if (dims[batch + 1] != d.row_bytes) return invalid("codes ", show(codes), " do not hold ", a.cols, " columns.");

@@ -71,7 +71,9 @@ struct FmaEngine {
   template <int m>
   static void block(const float* x, const float* b, int64_t count, bool first, float* c) {
     F sums[m][vectors];
+#pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sums[i][v] = zero();
     for (int64_t k = 0; k < count; ++k, x += height, b += strip) {
       F w[vectors];
@@ -82,7 +84,9 @@ struct FmaEngine {
         for (int v = 0; v < vectors; ++v) sums[i][v] = fma(w[v], xi, sums[i][v]);
       }
     }
+#pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) {
         float* at = c + i * tile + v * lanes;
         store(at, first ? sums[i][v] : add(load(at), sums[i][v]));

@@ -1,4 +1,4 @@
-// The doors of the library: XLA FFI handlers and two plain functions. Checks and loops over matrices, no arithmetic.
+// The doors of the library: XLA FFI handlers and three plain functions. Checks and loops over matrices, no arithmetic.
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -348,5 +348,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerNf4Encode, eformer::Nf4Encode,
 
 extern "C" int64_t eformer_cpu_isa() { return eformer::best_isa(); }
 extern "C" int64_t eformer_cpu_abi() { return eformer::abi_version; }
+extern "C" int64_t eformer_cpu_formats() { return eformer::format_count; }
 
 #pragma GCC visibility pop

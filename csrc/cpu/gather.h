@@ -32,7 +32,7 @@ class RowGather {
     // A row of blocks has one factor per block even where it is a single block, whose scale has no second stride.
     const bool varies = d.scale.data && (blocked(format) || d.scale.col_stride);
     if (varies) read_row(d.scale.data, d.scale.type, first, d.block ? d.blocks() : d.cols, nullptr, factors);
-    Weights w{format, d.table, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks()};
+    Weights w{format, d.table, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks(), Unpacker(d.bits)};
     if (blocked(format)) w.per_block = factors;
     for (int64_t n = 0; n < d.cols; n += group_columns) {
       F value[4];

@@ -51,7 +51,7 @@ class Gemm {
       for (int64_t n = begin; n < end; n += tile) {
         const bool last = n + tile >= end;
         const int64_t next_n = last ? begin : n + tile, next_k = last ? s + stage.span : s;
-        stage_codes(w, n, s, w.codes + next_n * w.row_bytes + next_k / per_byte(format), stage);
+        stage_codes(w, n, s, w.codes + next_n * w.row_bytes + w.byte_of<format>(next_k), stage);
         for (int64_t k0 = s; k0 < min(s + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
           if constexpr (blocked(format)) stage_scales(w, n, k0, count, stage);

@@ -14,7 +14,7 @@ class GroupReader {
  public:
   static constexpr int bytes = group_bytes<format>;
 
-  GroupReader(const Weights& w, int64_t first) : w_(w), decoder_(w.table), byte_(first / per_byte(format)) {
+  GroupReader(const Weights& w, int64_t first) : w_(w), decoder_(w.table), byte_(w.byte_of<format>(first)) {
     available_ = w.row_bytes - byte_;
     if constexpr (blocked(format)) {
       base_ = first / w.block;
@@ -33,7 +33,10 @@ class GroupReader {
   INLINE void read(int64_t row, F (&value)[4]) const {
     const uint8_t* from = codes(row);
     uint8_t padded[bytes];
-    if (available_ < bytes) [[unlikely]] {
+    if (w_.packed<format>()) {
+      store_bits(padded, w_.unpack.vector(from, from + available_));
+      from = padded;
+    } else if (available_ < bytes) [[unlikely]] {
       std::memset(padded, 0, bytes);
       std::memcpy(padded, from, available_);
       from = padded;

@@ -39,10 +39,15 @@ struct DotStage {
 template <Format format, int depth>
 inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t* next, DotStage<format, depth>& stage) {
   constexpr int dwords = DotStage<format, depth>::dwords, bytes = dwords * 4;
-  const int64_t first = k0 / per_byte(format);
+  const int64_t first = w.byte_of<format>(k0);
   const uint8_t* from = w.codes + n0 * w.row_bytes + first;
   int64_t step = w.row_bytes;
-  if (n0 + tile > w.rows || first + bytes > w.row_bytes) {
+  if (w.packed<format>()) {
+    const int64_t rows = min(tile, w.rows - n0);
+    for (int64_t r = 0; r < rows; ++r, from += step) w.unpack(from, from - first + step, bytes, stage.padded + r * bytes);
+    from = stage.padded;
+    step = bytes;
+  } else if (n0 + tile > w.rows || first + bytes > w.row_bytes) {
     const int64_t rows = min(tile, w.rows - n0), count = min(bytes, w.row_bytes - first);
     std::memset(stage.padded, 0, sizeof stage.padded);
     for (int64_t r = 0; r < rows; ++r) std::memcpy(stage.padded + r * bytes, from + r * step, count);

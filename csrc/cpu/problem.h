@@ -10,12 +10,13 @@
 
 namespace eformer {
 
-// In the order of the table in _kernels/formats.py. Formats of four bits are nf4 with another table; the kernels know the
-// others.
+// In the order of the table in _kernels/formats.py. Formats of four bits are nf4 with another table, int2 to int6 are
+// int8_block with fewer bits; the kernels know the others.
 enum class Format : int64_t {
-  nf4, int8, ternary, binary, int4, iq4_nl, fp4, int8_block, fp8_e4m3, fp8_e5m2, fp8_e4m3_block, fp8_e5m2_block
+  nf4, int8, ternary, binary, int4, iq4_nl, fp4, int8_block, fp8_e4m3, fp8_e5m2, fp8_e4m3_block, fp8_e5m2_block,
+  int2, int3, int5, int6
 };
-constexpr int64_t format_count = 12;
+constexpr int64_t format_count = 16;
 enum class Form : int64_t { dot, axpy };
 enum class Type : int64_t { f32, bf16, f16 };
 
@@ -49,6 +50,7 @@ struct Scale {
 struct Matrix {
   Format format;
   int table;  // nf4: which table of 16 values
+  int bits;   // int8_block: of a stored code
   const uint8_t* codes;
   Scale scale;
   int64_t rows;

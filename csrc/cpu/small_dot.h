@@ -28,6 +28,7 @@ class SmallDot {
     Layout layout;
     const auto scale = reserve_scale(layout, p.d);
     const auto x = layout.add<float>(p.m * padded);
+    const auto room = reserve_rows<D::format>(layout, p.d, side_by_side(1), padded, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     const SmallDot dot{p, w, x.in(base), padded};
@@ -35,8 +36,8 @@ class SmallDot {
       for (int64_t i = 0; i < p.m; ++i) dot.pack(i, x.in(base) + i * padded);
     };
     const int64_t chunk = max(8, min(64, round_up(ceil_div(p.n(), 4 * runtime.workers()), 8)));
-    prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t) {
-      dot.template outputs<most_rows>(i * chunk, min(p.n(), (i + 1) * chunk));
+    prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
+      dot.template outputs<most_rows>(i * chunk, min(p.n(), (i + 1) * chunk), room.in(base, worker));
     });
   }
 
@@ -61,14 +62,14 @@ class SmallDot {
   }
 
   template <int m>
-  void outputs(int64_t begin, int64_t end) const {
+  void outputs(int64_t begin, int64_t end, uint8_t* room) const {
     if constexpr (m > 1) {
-      if (p.m < m) return outputs<m - 1>(begin, end);
+      if (p.m < m) return outputs<m - 1>(begin, end, room);
     }
     constexpr int step = side_by_side(m);
     for (int64_t n = begin; n < end; n += step) {
       float sums[m][step];
-      several<m, step>(n, sums);
+      several<m, step>(n, room, sums);
       for (int i = 0; i < m; ++i)
         for (int c = 0; c < min(step, end - n); ++c)
           store_from_f32(p.y, p.y_type, i * p.n() + n + c, sums[i][c] * w.at_end(n + c));
@@ -77,22 +78,17 @@ class SmallDot {
 
   // Outputs n ... n + step - 1; rows beyond the last are replaced by it.
   template <int m, int step>
-  INLINE void several(int64_t n, float (&sums)[m][step]) const {
+  INLINE void several(int64_t n, uint8_t* room, float (&sums)[m][step]) const {
     const uint8_t* codes[step];
     const float* scales[step];
-    for (int c = 0; c < step; ++c) {
-      const int64_t row = min(n + c, w.rows - 1);
-      codes[c] = w.codes + row * w.row_bytes;
-      scales[c] = in_blocks ? w.per_block + row * w.blocks : nullptr;
-    }
-    // Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later.
-    const int64_t stretch = step * w.row_bytes, ahead = max(1, 32768 / stretch) * stretch;
+    const int64_t row_bytes = rows_of<D::format>(w, n, padded, room, codes, scales);
+    const int64_t ahead = bytes_ahead<D::format, step>(w);
     Blocks blocks(w.block);
     const Spread spread(blocks.per_group);
     F acc[m][step];
     for (int i = 0; i < m; ++i)
       for (int c = 0; c < step; ++c) acc[i][c] = zero();
-    const int64_t whole = min(w.cols / D::columns, max(0, w.row_bytes - D::overread) / bytes);
+    const int64_t whole = min(w.cols / D::columns, max(0, row_bytes - D::overread) / bytes);
     const D decoder(w.table);
     const uint8_t* at[step];
     int64_t g = 0;
@@ -106,7 +102,7 @@ class SmallDot {
     for (; g * D::columns < w.cols; ++g, blocks.next()) {
       uint8_t rest[step][bytes + D::overread] = {};
       for (int c = 0; c < step; ++c) {
-        std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, w.row_bytes - g * bytes));
+        std::memcpy(rest[c], codes[c] + g * bytes, min(bytes, row_bytes - g * bytes));
         at[c] = rest[c];
       }
       const Spread existing(blocks.per_group, in_blocks ? min(blocks.per_group, w.blocks - blocks.first) : 1);

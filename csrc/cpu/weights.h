@@ -4,6 +4,7 @@
 #include "memory.h"
 #include "problem.h"
 #include "scalar.h"
+#include "unpack.h"
 
 namespace eformer::EFORMER_ISA {
 
@@ -14,6 +15,7 @@ struct Weights {
   const uint8_t* codes;
   int64_t row_bytes, rows, cols;
   int64_t block, blocks;
+  Unpacker unpack;
   const float* per_block = nullptr;     // (rows, blocks)
   const float* along_k = nullptr;       // one per contracted index: goes into x
   const float* along_n = nullptr;       // one per output: applied at the end
@@ -21,6 +23,14 @@ struct Weights {
 
   int64_t k() const { return form == Form::dot ? cols : rows; }
   int64_t n() const { return form == Form::dot ? rows : cols; }
+  // Where column `col` of the first row is, and are its codes bytes only once they are unpacked?
+  template <Format format>
+  INLINE int64_t byte_of(int64_t col) const {
+    if constexpr (format == Format::int8_block) return unpack.bytes(col);
+    return col / per_byte(format);
+  }
+  template <Format format>
+  INLINE bool packed() const { return format == Format::int8_block && unpack.bits() < 8; }
   float at_end(int64_t j) const { return along_n ? along_n[j] * everywhere : everywhere; }
 };
 
@@ -36,7 +46,7 @@ inline Slot<float> reserve_scale(Layout& layout, const Matrix& d) {
 
 inline Weights weights_of(const Product& p, float* converted) {
   const Matrix& d = p.d;
-  Weights w{d.format, d.table, p.form, d.codes, d.row_bytes, d.rows, d.cols, d.block, d.blocks()};
+  Weights w{d.format, d.table, p.form, d.codes, d.row_bytes, d.rows, d.cols, d.block, d.blocks(), Unpacker(d.bits)};
   if (!d.scale.data) return w;
   const float* scale = static_cast<const float*>(d.scale.data);
   if (d.scale.type != Type::f32) {
@@ -53,6 +63,40 @@ inline Weights weights_of(const Product& p, float* converted) {
     w.everywhere = *scale;
   }
   return w;
+}
+
+// -- rows of D that are read side by side, in the dot form ------------------------------------------------------------------
+
+// Space for `step` rows of `padded` bytes where codes have to be unpacked first.
+template <Format format>
+inline Slot<uint8_t> reserve_rows(Layout& layout, const Matrix& d, int64_t step, int64_t padded, int64_t workers) {
+  const bool packed = format == Format::int8_block && d.bits < 8;
+  return layout.add<uint8_t>(packed ? step * padded : 0, workers);
+}
+
+// The codes and scales of rows n ... n + step - 1, the last one instead of rows beyond it; returns the bytes of a row.
+template <Format format, int step>
+INLINE int64_t rows_of(const Weights& w, int64_t n, int64_t padded, uint8_t* room, const uint8_t* (&codes)[step],
+                       const float* (&scales)[step]) {
+  for (int c = 0; c < step; ++c) {
+    const int64_t row = min(n + c, w.rows - 1);
+    codes[c] = w.codes + row * w.row_bytes;
+    scales[c] = blocked(format) ? w.per_block + row * w.blocks : nullptr;
+    if (w.packed<format>()) {
+      w.unpack(codes[c], codes[c] + w.row_bytes, padded, room + c * padded);
+      codes[c] = room + c * padded;
+    }
+  }
+  return w.packed<format>() ? padded : w.row_bytes;
+}
+
+// Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later. What has been unpacked
+// is near already.
+template <Format format, int step>
+INLINE int64_t bytes_ahead(const Weights& w) {
+  if (w.packed<format>()) return 0;
+  const int64_t stretch = step * w.row_bytes;
+  return max(1, 32768 / stretch) * stretch;
 }
 
 }  // namespace eformer::EFORMER_ISA

@@ -18,7 +18,8 @@ from eformer._kernels.parameters import Problem, product_problem
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 NIBBLES = ("int4", "iq4_nl", "fp4")
-BLOCKED = (*NIBBLES, "int2", "int3", "int5", "int6", "int8_block", "fp8_e4m3_block", "fp8_e5m2_block")
+BITS = ("int2", "int3", "int5", "int6")
+BLOCKED = (*NIBBLES, *BITS, "int8_block", "fp8_e4m3_block", "fp8_e5m2_block")
 MORE = (*BLOCKED, "fp8_e4m3", "fp8_e5m2")
 FORMS = ("dot", "axpy")
 SCALES = {"nf4": ("block",), "int8": ("row", "column", "full", "one")}

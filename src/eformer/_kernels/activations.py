@@ -131,8 +131,10 @@ def qmatmul(
     codes: jax.Array,
     scale: jax.Array,
     x_scale: jax.Array | None = None,
+    sums_of: Callable[..., jax.Array] = xla.qmatmul,
 ) -> jax.Array:
-    """The product of one problem without batch axes; `product` computes those that do not round x."""
+    """The product of one problem without batch axes; `product` computes those that do not round x, and `sums_of` those
+    of codes without a scale."""
     dtype = problem.compute_dtype
     small, factor = rounded(x, x_scale, problem.activations or "")
     factor = factor[:, None].astype(dtype)
@@ -142,7 +144,7 @@ def qmatmul(
     if problem.fmt == "int8" and problem.activations == "int8":
         sums = _integer_sums(problem, small, codes).astype(dtype)
     else:
-        sums = xla.qmatmul(plain.replace(scale_shape=None), small.astype(x.dtype), codes)
+        sums = sums_of(plain.replace(scale_shape=None), small.astype(x.dtype), codes)
     first = jnp.where(factor < SMALL, factor, 1)
     y = sums * first * (jnp.where(factor < SMALL, 1, factor) * scale.astype(dtype).reshape(1, -1))
     return y.astype(problem.out_dtype)

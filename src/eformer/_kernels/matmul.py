@@ -209,6 +209,11 @@ def _rounding_x(problem: Problem, *operands: Any) -> jax.Array:
     return activations.qmatmul(PRODUCT.compute, problem, *operands)
 
 
+def _as_floats(problem: Problem, *operands: Any) -> jax.Array:
+    """Rows rounded to fp8 are an x of floats to the kernels for the CPU."""
+    return activations.qmatmul(cpu.qmatmul, problem, *operands, sums_of=cpu.qmatmul)
+
+
 # Up to this many values both paths in JAX take about as long, and the reference compiles faster.
 TINY = 1 << 14
 
@@ -246,6 +251,7 @@ PRODUCT = Operation(
         Candidate(
             "native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True, in_stack=cuda.byte_matmul
         ),
+        Candidate("native_cpu", "native", cpu.refuses_floats, _one_matrix_at_a_time(_as_floats), rounds_x=True),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
         Candidate("reference", "reference", anything, activations.reference, rounds_x=True),
     ),

@@ -12,14 +12,15 @@ import pytest
 
 from eformer._kernels import cpu, qragged_dot
 from eformer._kernels.parameters import product_problem
+from eformer._record import recorder
 
-from ..cases import Case, make_case
+from ..cases import BITS, Case, make_case
 from ..hlo_cases import seeded
 from ..test_activations import ROWS_OF_X, twin
 from .calls import THREADS, isas, poisoned
 
 WHOLE = ("int8", "ternary", "binary")
-BLOCKED = ("nf4", "int4", "iq4_nl", "fp4", "int8_block")
+BLOCKED = ("nf4", "int4", "iq4_nl", "fp4", "int8_block", *BITS)
 # Entries of NF4 are taken as integers of two bytes, those of the other tables are exact.
 LIMITS = {fmt: 4e-5 if fmt == "nf4" else 1e-6 for fmt in BLOCKED}
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
@@ -97,7 +98,7 @@ def test_every_m_and_size_is_exact(fmt: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fmt", [f if f in ("nf4", "int4") else pytest.param(f, marks=pytest.mark.thorough) for f in BLOCKED]
+    "fmt", [f if f in ("nf4", "int4", "int3") else pytest.param(f, marks=pytest.mark.thorough) for f in BLOCKED]
 )
 def test_every_block_lies_within_rounding(fmt: str) -> None:
     rng = seeded(fmt)
@@ -256,3 +257,23 @@ def test_the_library_checks_too() -> None:
         )
         with pytest.raises(jax.errors.JaxRuntimeError, match="x cannot be rounded"):
             cpu.byte_matmul(problem, x, case.codes, case.scale)
+
+
+@pytest.mark.parametrize(("fmt", "form"), [("fp8_e4m3", "dot"), ("fp8_e4m3", "axpy"), ("fp8_e4m3_block", "dot")])
+def test_rows_rounded_to_fp8_are_multiplied_natively(fmt: str, form: str) -> None:
+    """Their products are exact in float32, whose sums are compared in units of |c| @ |w|; in batches too."""
+    rng = seeded(fmt, form)
+    for kind, batch in (("random", (2,)), ("outlier", ()), ("zero", ()), ("tiny", ()), ("none", ())):
+        case = make_case(rng, fmt, 130, 290, scale="row" if form == "dot" else "column", batch=batch)
+        x = random_x(rng, case, form, 5)
+        x = x * np.float32(2.0**-90) if kind == "tiny" else ROWS_OF_X[kind](rng, x)
+        options: Any = {"activations": "fp8", "preference": "native"}
+        with recorder() as events:
+            y = np.asarray(case.product(jnp.asarray(x), form, **options), np.float64)
+        assert [event.name for event in events] == ["native_cpu"]
+        codes, factor = twin(x, "fp8")
+        matrix = np.swapaxes(case.dense, -1, -2) if form == "dot" else case.dense
+        good = np.isfinite(factor)
+        want, unit = ((c @ d * factor[..., None])[good] for c, d in ((codes, matrix), (abs(codes), abs(matrix))))
+        assert (np.abs(y[good] - want) <= 1e-6 * unit).all()
+        assert np.isnan(y[~good]).all()

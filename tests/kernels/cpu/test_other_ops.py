@@ -21,7 +21,7 @@ from ..cases import FORMATS, FORMS, SCALES, make_case, relative_error
 from .calls import FLOAT32_LIMIT, THREADS, isas, poisoned
 
 M = 13
-MORE = (*FORMATS, "int4", "int8_block", "fp8_e4m3", "fp8_e4m3_block")
+MORE = (*FORMATS, "int3", "int4", "int6", "int8_block", "fp8_e4m3", "fp8_e4m3_block")
 SIZES = ([3, 0, 4, 1, 5], [0, 0, 13, 0, 0], [2, 1, 0, 0, 1], [0] * 5, [0, 13, 5, 0, 0])
 
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ..cases import FORMATS, FORMS, NIBBLES, SCALES, Case, make_case
+from ..cases import BITS, FORMATS, FORMS, NIBBLES, SCALES, Case, make_case
 from .calls import FLOAT32_LIMIT, THREADS, Call, compute, errors, isas
 
 SIZES = ((1, 1), (1, 2), (2, 1), (3, 130), (17, 64), (64, 63), (65, 129), (257, 66), (40, 1030), (300, 7), (130, 515))
@@ -152,12 +152,13 @@ ONE_BYTE = ("int8_block", "fp8_e4m3_block", "fp8_e5m2_block", "fp8_e4m3", "fp8_e
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fmt", [*NIBBLES, *ONE_BYTE])
+@pytest.mark.parametrize("fmt", [*NIBBLES, *ONE_BYTE, *BITS])
 def test_more_formats(fmt: str, form: str, rng: np.random.Generator) -> None:
     """Formats that share their kernels with another: sizes, blocks, scales and types, each in some combination."""
     calls = []
     for i, (rows, cols) in enumerate(SIZES):
         block, dtype, m = BLOCKS[1 + 5 * i % 12], DTYPES[i % 3], (1, 3, 4, 19, 70)[i % 5]
+        block = -(-block // 8) * 8 if fmt in BITS else block
         scale = ("row", "column", "one", "full")[i % 4]
         case = make_case(rng, fmt, rows, cols, block=block, scale=scale, scale_dtype=DTYPES[i // 3 % 3])
         x = random_x(rng, case, form, m, dtype)

@@ -47,6 +47,15 @@ def isa() -> int:
     return int(best())
 
 
+def formats() -> int:
+    """How many formats the library knows: one that was built before the last of them were added still has the others."""
+    count = getattr(loaded().handle, "eformer_cpu_formats", None)
+    if count is None:
+        return 12
+    count.restype = ctypes.c_int64
+    return int(count())
+
+
 def isa_name() -> str:
     return ISAS.get(isa(), "unknown")
 
@@ -66,15 +75,18 @@ LARGEST_LOOKUP: dict[str, int] = {"int8": 1 << 20, "int8_block": 1 << 20, "terna
 
 FORMATS = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "int8_block")
 FORMATS += ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3_block", "fp8_e5m2_block")
+UNPACKED = ("int2", "int3", "int5", "int6")  # unpacked to the bytes of int8_block
+FORMATS += UNPACKED
+OLDER = "its library is older than the format: build it again"
 LIMITS = Limits(FORMATS, block=2, arithmetic="its own: products and sums in float32")
 
 
 def refuses_product(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or refuses_machine(problem.platform)
+    return LIMITS.refuses_product(problem) or _refuses_format(problem)
 
 
 # Products whose x is rounded. Blocks must not cut a panel of the kernels, or four bytes of codes.
-BYTE_LIMITS = Limits(FORMATS[:8], arithmetic="its own: exact sums of integers")
+BYTE_LIMITS = Limits((*FORMATS[:8], *UNPACKED), arithmetic="its own: exact sums of integers")
 BYTE_PANEL, MOST_BYTE_PRODUCTS = 256, 1 << 17
 
 
@@ -82,14 +94,19 @@ def refuses_rounded(problem: Problem) -> str | None:
     """Why x cannot be rounded to 8 bits for this product by the kernels."""
     if problem.activations != "int8":
         return f"it rounds x to int8, not to {problem.activations}"
-    return BYTE_LIMITS.refuses_product(problem) or _refuses_sums(problem) or refuses_machine(problem.platform)
+    return BYTE_LIMITS.refuses_product(problem) or _refuses_sums(problem) or _refuses_format(problem)
+
+
+def refuses_floats(problem: Problem) -> str | None:
+    """Why rows of x that were rounded cannot be multiplied as floats."""
+    return refuses_product(problem) if problem.activations == "fp8" else "rows of integers are multiplied as bytes"
 
 
 def _refuses_sums(problem: Problem) -> str | None:
     if problem.form == "axpy" and problem.fmt != "int8":
         return f"values of {problem.fmt} are packed along what is not summed up"
     if problem.format.blocked:
-        block, least = problem.block or 1, 4 * problem.format.per_code
+        block, least = problem.block or 1, 4 if problem.fmt in UNPACKED else 4 * problem.format.per_code
         if block % least or (BYTE_PANEL % block and block % BYTE_PANEL):
             return (
                 f"blocks of {block} values; it takes multiples of {least} that divide {BYTE_PANEL}, and its multiples"
@@ -103,7 +120,7 @@ def _refuses_sums(problem: Problem) -> str | None:
 
 
 def refuses_gather(problem: Problem) -> str | None:
-    why = LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
+    why = LIMITS.refuses_lookup(problem) or _refuses_format(problem)
     values, largest = problem.m * problem.cols, LARGEST_LOOKUP.get(problem.fmt)
     if why or problem.preference == "native" or largest is None or values <= largest:
         return why
@@ -112,6 +129,10 @@ def refuses_gather(problem: Problem) -> str | None:
 
 def refuses_encode(problem: Problem) -> str | None:
     return LIMITS.refuses_encoding(problem) or refuses_machine(problem.platform)
+
+
+def _refuses_format(problem: Problem) -> str | None:
+    return refuses_machine(problem.platform) or (None if problem.format.number < formats() else OLDER)
 
 
 def refuses_machine(platform: str) -> str | None:
