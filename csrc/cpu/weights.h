@@ -87,7 +87,7 @@ INLINE int64_t rows_of(const Weights& w, int64_t n, int64_t padded, uint8_t* roo
       codes[c] = room + c * padded;
     }
   }
-  return w.packed<format>() ? padded : w.row_bytes;
+  return w.packed<format>() ? min(padded, w.blocks * w.block) : w.row_bytes;  // blocks that exist
 }
 
 // Rows side by side are one stretch of memory; ask for the stretch that comes about 32 KiB later. What has been unpacked

@@ -48,7 +48,7 @@ def isa() -> int:
 
 
 def formats() -> int:
-    """How many formats the library knows: one that was built before the last of them were added still has the others."""
+    """How many formats the library knows. One built before the last of them were added has the others."""
     count = getattr(loaded().handle, "eformer_cpu_formats", None)
     if count is None:
         return 12
