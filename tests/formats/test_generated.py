@@ -101,7 +101,7 @@ def refused(way: str, found: Any) -> bool:
     """May this way in end with this error, although a dense array gives a result?"""
     if way == "bare":
         return isinstance(found, EformerError) or (isinstance(found, Exception) and "implicit(f)" in str(found))
-    return way == "block" and isinstance(found, (TypeError, ValueError))
+    return way in ("block", "closed over") and isinstance(found, (TypeError, ValueError))  # the array is raw there
 
 
 def outcome(f: Function, w: Any) -> Any:
