@@ -23,7 +23,7 @@ from eformer._kernels import cpu
 from eformer._kernels.formats import FORMATS as STORED
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
-MORE = ("int4", "fp4", "int8_block", "fp8_e4m3", "fp8_e4m3_block")
+MORE = ("int4", "fp4", "int8_block", "fp8_e4m3", "fp8_e4m3_block", "int2", "int3", "int5", "int6")
 BLOCK = 64
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 

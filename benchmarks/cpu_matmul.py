@@ -80,7 +80,8 @@ def forced(fmt: str, form: str, cols: int, isa: int, activations: str | None, th
 
 def formats_of(options: argparse.Namespace, form: str) -> list[str]:
     """With activations those for which there are kernels."""
-    have = ("int8",) if form == "axpy" else ("nf4", "int4", "fp4", "int8", "int8_block", "ternary", "binary")
+    bits = ("int2", "int3", "int4", "int5", "int6", "int8_block", "nf4", "fp4", "ternary", "binary")
+    have = ("int8",) if form == "axpy" else ("int8", *bits)
     return [fmt for fmt in options.formats if options.activations is None or fmt in have]
 
 
