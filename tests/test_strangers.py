@@ -70,3 +70,9 @@ def test_the_state_of_an_optimizer_stays_dense():
         isinstance(x, ef.LoraArray)
         for x in (adapted["params"]["up"]["kernel"], adapted["opt_state"][0]["mu"]["up"]["kernel"])
     ] == [True, False]
+
+
+def test_a_report_with_the_models_swapped():
+    packed = ef.quantize_tree({"up": {"kernel": W}}, donate=False)
+    with pytest.raises(ValueError, match=r"'up/kernel' is ArrayNF4(.|\n)*report\(quantized, dense\)"):
+        ef.report({"up": {"kernel": W}}, packed)

@@ -121,6 +121,12 @@ def report(params: Any, original: Any = None) -> Report:
             f"the model and the original have no path in common: {here} here, {there} there. Give the same part of "
             "both, so that errors can be measured."
         )
+    packed = next((path for path, value in before.items() if isinstance(value, ImplicitArray)), None)
+    if packed is not None and not any(isinstance(leaf.value, ImplicitArray) for leaf in found):
+        raise ValueError(
+            f"the original is quantized ({packed!r} is {before[packed]!r}) and the model is not: the quantized one "
+            "comes first, report(quantized, dense)."
+        )
     seen: dict[int, str] = {}
     lines = []
     for leaf in found:
