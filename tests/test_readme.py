@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("docs/*.py"), *ROOT.glob("examples/*.py")])
+LONG = ("multi_host.py", "qlora_smollm2.py", "qat.py", "load_gguf.py", "llama.py")  # what they show has quicker tests
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -27,7 +28,12 @@ def test_readme_blocks_run_in_order(capsys):
         assert f"```\n{printed}```" in text or not printed, f"the README shows another output than\n{printed}"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def _case(path):
+    marks = [pytest.mark.thorough] if path.name in LONG else []
+    return pytest.param(path, id=str(path.relative_to(ROOT)), marks=marks)
+
+
+@pytest.mark.parametrize("script", map(_case, SCRIPTS))
 def test_script_runs(script):
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

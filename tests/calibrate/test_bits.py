@@ -64,6 +64,7 @@ def test_errors_are_those_of_the_products(diagonal_only: bool) -> None:
         assert leaf.error == pytest.approx(np.trace(e.T @ h @ e) / np.trace(w.T @ h @ w), rel=1e-4), leaf.path
 
 
+@pytest.mark.thorough
 def test_errors_are_those_of_the_method() -> None:
     params = params_of(layers=1)
     stats = stats_of(params)

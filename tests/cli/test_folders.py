@@ -85,6 +85,7 @@ def test_a_folder_is_quantized_by_other_methods(source: Path, tmp_path: Path, ca
     assert {group["method"] for group in told} == {"scale"}
 
 
+@pytest.mark.thorough
 def test_a_gguf_file_is_calibrated_on_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     gguf, text, out = tiny.write(tmp_path / "tiny.gguf"), tmp_path / "text.txt", tmp_path / "out.safetensors"
     text.write_text("abcd dcba bacd " * 40)

@@ -61,6 +61,7 @@ def test_values(fmt: str, form: str) -> None:
     check_all(list(problems(rng, fmt, form)), form)
 
 
+@pytest.mark.thorough
 def test_every_scale_in_every_way_of_computing() -> None:
     rng = np.random.default_rng(20)
     for form in FORMS:

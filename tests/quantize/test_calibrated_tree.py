@@ -103,7 +103,7 @@ def test_few_tokens_are_told(calibrated: Any) -> None:
     used = {name: params[name] for name in ("embed", "up", "layers")}
     stats = ef.calibrate(forward, used, [tokens[:1, :40]])
     with pytest.warns(
-        CalibrationWarning, match=r"2 leaves .* fewer tokens than channels \(40 and 96 of the first\): corr"
+        CalibrationWarning, match=r"2 leaves .* fewer tokens than channels \(40 and 96 of the first\): so few"
     ):
         ef.quantize_tree(used, donate=False, calibration=stats, method="gptq")
 

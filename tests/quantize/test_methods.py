@@ -241,6 +241,7 @@ def test_a_stack_equals_its_matrices(monkeypatch: pytest.MonkeyPatch, thorough: 
         np.testing.assert_allclose(encode(stack, stats, config, method).materialize(), whole.materialize(), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_other_layouts_are_the_same_matrix() -> None:
     """(out, in); heads among the inputs, packed along one of them with a ragged end, or along the outputs."""
     w, stats = problem(5, 40, 16)

@@ -180,8 +180,8 @@ def test_like_is_checked(tmp_path):
     wrong = {
         r"'a'.*shape \[64, 16\].*\[16, 64\]": {**dense_like, "a": shape((16, 64), "float32")},
         r"'a'.*dtype float32.*bfloat16.*strict=False": {**dense_like, "a": shape((64, 16), jnp.bfloat16)},
-        r"lacks 1 leaves \('x'\).*has nothing": {**dense_like, "x": w},
-        r"lacks nothing.*has 1 leaves \('a'\)": {k: v for k, v in dense_like.items() if k != "a"},
+        r"lacks 1 leaf \('x'\).*has nothing": {**dense_like, "x": w},
+        r"lacks nothing.*has 1 leaf \('a'\)": {k: v for k, v in dense_like.items() if k != "a"},
         r"'a'.*is a ArrayImpl.*has a ArrayNF4": {**dense_like, "a": quantize(w, dtype="nf4")},
     }
     for message, like in wrong.items():

@@ -26,6 +26,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BLOCK_TAG = traces.TraceTag()
 
 
+def _documented_as(signature: Callable[..., Any]) -> Callable[[F], F]:
+    """What is taken beyond that is there to be refused with a message."""
+
+    def shown_so(fn: F) -> F:
+        fn.__signature__ = inspect.signature(signature)  # pyright: ignore[reportFunctionMemberAccess]
+        return fn
+
+    return shown_so
+
+
 class Implicit:
     """Turns on dispatch: operations on implicit arrays use their handlers.
 
@@ -34,6 +44,7 @@ class Implicit:
     dispatch to its own steps.
     """
 
+    @_documented_as(lambda self, fn: None)
     def __call__(self, fn: F = None, *args: Any, **kwargs: Any) -> F:  # pyright: ignore[reportArgumentType]
         """`fn` with dispatch on: same signature, name and documentation."""
         if not callable(fn) or args or kwargs:

@@ -187,14 +187,19 @@ def calling_location() -> tuple[str, int]:
 
 
 def program_location() -> tuple[str, int] | None:
-    """(file, line) of the outermost code that is running and not installed: a line of a script, a cell or a test."""
-    found, running = None, sys._getframe(1)
+    """(file, line) of the outermost code that is running and not installed: a line of a script, a cell or a test.
+
+    A string that is executed counts only if there is nothing else: it is how worker processes begin.
+    """
+    found, text, running = None, None, sys._getframe(1)
     while running is not None:
-        file = running.f_code.co_filename
-        if _source_info.is_user_filename(file) and not _is_installed(file):
-            found = file, running.f_lineno
+        file, place = running.f_code.co_filename, (running.f_code.co_filename, running.f_lineno)
+        if file == "<string>":
+            text = place
+        elif _source_info.is_user_filename(file) and not _is_installed(file):
+            found = place
         running = running.f_back
-    return found
+    return found or text
 
 
 @functools.lru_cache(maxsize=4096)
