@@ -104,7 +104,7 @@ FORMATS = (
     {"dtype": "int6", "block_size": None},
     "int8",
 )
-SMALL = ("f32", "nf4", "nf4, gptq", "mixed, 4.25 bits", "nf4, gptq, distilled")
+SMALL = ("f32", "nf4", "nf4, gptq", "mixed, 4.25 bits", "nf4, distilled")
 
 
 def row_named(name: str) -> Row:
