@@ -130,15 +130,7 @@ def refitted(
     than a half; where the moment could not be factored (`times` of damping), they stay.
     """
 
-    def one(
-        w: jax.Array,
-        moment: jax.Array,
-        count: jax.Array,
-        times: jax.Array,
-        codes: jax.Array,
-        scale: jax.Array,
-        zero: Zero,
-    ) -> jax.Array:
+    def one(w: Any, moment: Any, count: Any, times: Any, codes: Any, scale: Any, zero: Zero) -> jax.Array:
         h = gptq.damped(gptq.shrunk(moment, count), times)
         spread = functools.partial(jnp.repeat, repeats=block, axis=0)
         units = grid.units(codes, None if zero is None else spread(zero))
