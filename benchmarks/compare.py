@@ -1,13 +1,14 @@
 """Two trees of eformer, say before and after a change, on the same work: processor time, in turn, and their ratios.
 
-    python benchmarks/compare.py OLD_TREE NEW_TREE [--rounds 5] [--json PATH] [--markdown]
+    python benchmarks/compare.py OLD_TREE NEW_TREE [--rounds 5] [--only gpu] [--json PATH] [--markdown]
 
 Each tree runs in processes of its own, old and new by turns, with the Python that runs this script. Native kernels are
 those of `build/native` in each tree (csrc/README.md), or those that EFORMER_OLD_LIBRARY and EFORMER_NEW_LIBRARY name;
 where a tree has none, both are measured on the tiled path only. Only names that both trees document are used.
 
-The clock is the processor time of the process, all threads together, which other processes disturb least. A figure is
-the median over rounds; in a round, the median over repetitions.
+The clock is the processor time of the process, all threads together, which other processes disturb least. With
+`--only gpu`, which takes the libraries of `build/cuda`, it is time on the wall. A figure is the median over rounds; in
+a round, the median over repetitions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from typing import Any
 
 FORMATS = ("nf4", "int8", "ternary", "binary")
 SIZE, ROWS = 4096, (1, 4, 16, 128)
-LIBRARY = Path("build/native/csrc/cpu/libeformer_cpu.so")
+GPU_SHAPES, GPU_ROWS = ((4096, 4096), (4096, 14336)), (1, 16, 64, 256)
+LIBRARIES = {
+    "cpu": Path("build/native/csrc/cpu/libeformer_cpu.so"),
+    "cuda": Path("build/cuda/csrc/cuda/libeformer_cuda.so"),
+}
 
 
 # -- in a process of one tree ------------------------------------------------------------------------------------------
@@ -120,27 +125,55 @@ def codecs() -> dict[str, float]:
     return found
 
 
+def gpu_products() -> dict[str, float]:
+    """bfloat16 x @ w on a GPU, over so many matrices in one program that none comes from its cache."""
+    import jax
+    import jax.numpy as jnp
+    from _gpu import corner_of
+    from _gpu import microseconds as on_the_wall
+
+    from eformer.jaximus import implicit
+    from eformer.ops.quantization import quantize
+
+    found = {}
+    for k, n in GPU_SHAPES:
+        dense = [jax.random.normal(jax.random.key(i), (k, n), jnp.bfloat16) for i in range(40 if n == k else 20)]
+        for form, axis in (("dot", 0), ("axpy", 1)):
+            kinds = {fmt: [quantize(w, dtype=fmt, axis=axis) for w in dense] for fmt in FORMATS}
+            for fmt, ws in {"dense": dense, **kinds}.items():
+                for m in GPU_ROWS:
+                    x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
+                    call = jax.jit(implicit(lambda x, ws: corner_of([x @ w for w in ws])))
+                    found[f"{k}x{n}, {fmt}, {form}, M={m}"] = on_the_wall(call, x, ws, calls=5, rounds=5) / len(ws)
+    return found
+
+
 KINDS: dict[str, Callable[[], dict[str, float]]] = {
     "overhead": overhead,
     "products": lambda: products(ROWS),
     "tiled": lambda: products(ROWS[:1]),
     "codecs": codecs,
+    "gpu": gpu_products,
 }
 
 
 # -- both trees --------------------------------------------------------------------------------------------------------
 
 
+def backend(kind: str) -> str:
+    return "cuda" if kind == "gpu" else "cpu"
+
+
 def measured(kind: str, tree: Path, library: Path | None) -> dict[str, float]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree / "src"),
-        "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": backend(kind),
         "EFORMER_MATERIALIZE": "allow",
     }
     environment["EFORMER_KERNELS"] = "0" if kind == "tiled" or library is None else "1"
     if library is not None:
-        environment["EFORMER_CPU_LIBRARY"] = str(library)
+        environment[f"EFORMER_{backend(kind).upper()}_LIBRARY"] = str(library)
     command = [sys.executable, __file__, "--measure", kind]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -171,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trees", type=Path, nargs="*", metavar="TREE", help="the old one and the new one")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=tuple(KINDS), nargs="+", default=list(KINDS))
+    parser.add_argument("--only", choices=tuple(KINDS), nargs="+", default=[kind for kind in KINDS if kind != "gpu"])
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--markdown", action="store_true", help="print a table for a page")
     parser.add_argument("--quick", action="store_true", help="one round")
@@ -183,9 +216,11 @@ def main() -> None:
     if len(options.trees) != 2:
         print("nothing to compare: give two trees, OLD_TREE NEW_TREE")
         return
+    if len(backends := {backend(kind) for kind in options.only}) != 1:
+        parser.error("--only gpu cannot be combined with other kinds: they take other libraries")
     trees: dict[str, tuple[Path, Path | None]] = {}
     for name, tree in zip(("old", "new"), options.trees, strict=True):
-        library = Path(os.environ.get(f"EFORMER_{name.upper()}_LIBRARY") or tree / LIBRARY).resolve()
+        library = Path(os.environ.get(f"EFORMER_{name.upper()}_LIBRARY") or tree / LIBRARIES[min(backends)]).resolve()
         trees[name] = (tree.resolve(), library if library.exists() else None)
     if any(library is None for _, library in trees.values()):
         trees = {name: (tree, None) for name, (tree, _) in trees.items()}
