@@ -26,8 +26,8 @@ test:
 
 checks: lint types docs
 
-# `make test`, then what is too long for it: the rest of the suite on the newest JAX, the tests marked thorough on both,
-# the CUDA kernels for all architectures and the CPU kernels under sanitizers.
+# `make test`, then what is too long for it: the rest of the suite on the newest JAX (of many cases of what does not
+# depend on JAX, some), the tests marked thorough on both, the CUDA kernels for all architectures and the CPU kernels under sanitizers.
 test-all:
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-rest
@@ -70,7 +70,7 @@ run-newest: $(VENV)/dev.stamp $(NEWEST_VENV)/test.stamp
 
 run-rest-newest: $(VENV)/dev.stamp $(NEWEST_VENV)/test.stamp
 	$(NEWEST_VENV)/bin/python $(PYTEST) -m thorough $(JAX_TESTS)
-	$(NEWEST_VENV)/bin/python $(PYTEST) $(JAX_TESTS:%=--ignore=%)
+	$(NEWEST_VENV)/bin/python $(PYTEST) -m "not of_many" $(JAX_TESTS:%=--ignore=%)
 
 lint: $(VENV)/dev.stamp
 	$(VENV)/bin/ruff check .
@@ -101,7 +101,8 @@ sanitize: $(VENV)/dev.stamp
 	cmake --build $(SANITIZED) --target eformer_cpu --parallel $(WORKERS)
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 EFORMER_CPU_LIBRARY=$(CURDIR)/$(SANITIZED)/csrc/cpu/libeformer_cpu.so \
-	$(VENV)/bin/python -m pytest -n 0 -s tests/kernels/cpu/test_products.py tests/kernels/cpu/test_byte_products.py tests/kernels/cpu/test_other_ops.py
+	$(VENV)/bin/python -m pytest -n 0 -s tests/kernels/cpu/test_products.py tests/kernels/cpu/test_byte_products.py tests/kernels/cpu/test_other_ops.py \
+		tests/kernels/cpu/test_offsets.py
 
 # Each benchmark takes --quick and --json PATH.
 bench: $(VENV)/dev.stamp

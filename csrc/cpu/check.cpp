@@ -1,5 +1,7 @@
 #include "check.h"
 
+#include <algorithm>
+
 namespace eformer {
 
 Attributes::Attributes(const ffi::Dictionary& attributes) {
@@ -90,15 +92,34 @@ ffi::Error check_scale(const ffi::AnyBuffer& scale, const ffi::AnyBuffer& codes,
   return ffi::Error::Success();
 }
 
+// Without elements there is no offset.
+ffi::Error check_offset(const ffi::AnyBuffer& offset, const ffi::AnyBuffer& scale, const Attributes& a, Matrix& d) {
+  if (offset.element_count() == 0) return ffi::Error::Success();
+  const bool is_zero = offset.element_type() == ffi::DataType::U8;
+  const auto type = float_type(offset);
+  const auto dims = offset.dimensions(), wanted = scale.dimensions();
+  const bool integers = static_cast<Format>(a.fmt) == Format::int4 || d.format == Format::int8_block;
+  if (!integers || (!is_zero && !type) || !std::equal(dims.begin(), dims.end(), wanted.begin(), wanted.end()))
+    return invalid("offset ", show(offset), " must be u8, f32, bf16 or f16 of the shape of scale ", show(scale),
+                   ", for integers in blocks; fmt=", a.fmt, ".");
+  const int bits = d.format == Format::int8_block ? d.bits : 4;
+  d.offset = {offset.untyped_data(), is_zero, type.value_or(Type::f32), static_cast<float>(1 << (bits - 1))};
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
-ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const Attributes& a, int64_t batch,
-                       Stack& stack) {
+ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const ffi::AnyBuffer* offset,
+                       const Attributes& a, int64_t batch, Stack& stack) {
   if (auto error = check_codes(codes, a, batch, stack.first); error.failure()) return error;
   if (auto error = check_scale(scale, codes, batch, stack.first); error.failure()) return error;
+  if (offset) {
+    if (auto error = check_offset(*offset, scale, a, stack.first); error.failure()) return error;
+  }
   stack.count = batch ? codes.dimensions()[0] : 1;
   stack.codes_step = stack.first.rows * stack.first.row_bytes;
   stack.scale_step = stack.count ? static_cast<int64_t>(scale.size_bytes()) / stack.count : 0;
+  stack.offset_step = stack.first.rows * stack.first.blocks() * static_cast<int64_t>(stack.first.offset.size());
   return ffi::Error::Success();
 }
 

@@ -38,23 +38,25 @@ std::string show(const ffi::AnyBuffer& buffer);
 // f32, bf16 or f16; nothing otherwise.
 std::optional<Type> float_type(const ffi::AnyBuffer& buffer);
 
-// Describes the first matrix of `codes`, which has `batch` leading axes (0 or 1), and of `scale`.
+// Describes the first matrix of `codes`, which has `batch` leading axes (0 or 1), of `scale` and of `offset`, if not null.
 // The distances in bytes from one matrix of the batch to the next are left in *_step.
 struct Stack {
   Matrix first;
   int64_t count;
   int64_t codes_step;
   int64_t scale_step;
+  int64_t offset_step;
 
   Matrix operator[](int64_t i) const {
     Matrix d = first;
     d.codes += i * codes_step;
     if (d.scale.data) d.scale.data = static_cast<const std::byte*>(d.scale.data) + i * scale_step;
+    d.offset = d.offset.moved(i * offset_step);
     return d;
   }
 };
-ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const Attributes& a, int64_t batch,
-                       Stack& stack);
+ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const ffi::AnyBuffer* offset,
+                       const Attributes& a, int64_t batch, Stack& stack);
 
 ffi::Error check_kernels(int64_t isa, const Kernels*& kernels);
 

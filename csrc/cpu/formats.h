@@ -47,8 +47,9 @@ struct Decoder<Format::nf4> : Interleaved {
 
   explicit INLINE Decoder(int which) : table(Table16::of(codebooks[which])) {}
   explicit INLINE Decoder(Table16 table) : table(table) {}
-  // The same with every value multiplied by s: one multiplication for a whole group of columns.
-  INLINE Decoder times(float s) const { return Decoder(table.times(s)); }
+  // The same with every value changed: once for a whole group of columns.
+  template <class Fn>
+  INLINE Decoder map(Fn&& f) const { return Decoder(table.map(f)); }
   static INLINE I group(const uint8_t* p) { return widen_u16(p); }
   template <int J>
   INLINE F value(I bits) const { return table.at(shift_right<start_of<4>(J)>(bits)); }

@@ -34,9 +34,10 @@ class RowGather {
     if (varies) read_row(d.scale.data, d.scale.type, first, d.block ? d.blocks() : d.cols, nullptr, factors);
     Weights w{format, d.table, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks(), Unpacker(d.bits)};
     if (blocked(format)) w.per_block = factors;
+    w.offset = d.offset.moved(at * d.blocks() * static_cast<int64_t>(d.offset.size()));
     for (int64_t n = 0; n < d.cols; n += group_columns) {
       F value[4];
-      GroupReader<format>(w, n).read(0, value);
+      GroupReader<format>(w, n).template read<true>(0, value);
       Decoder<format>::sort(value);
       for (int j = 0; j < 4; ++j) store(values + n + j * lanes, value[j]);
     }

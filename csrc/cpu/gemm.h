@@ -55,10 +55,18 @@ class Gemm {
         for (int64_t k0 = s; k0 < min(s + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
           if constexpr (blocked(format)) stage_scales(w, n, k0, count, stage);
-          decode_dot(w, stage, s, k0, count, typename Engine::Sink{panel});
+          decode(stage, s, k0, count);
           multiply(n, k0, count);
         }
       }
+  }
+
+  void decode(const Stage& stage, int64_t stage_k, int64_t k0, int64_t count) const {
+    const typename Engine::Sink sink{panel};
+    if constexpr (takes_offsets(format)) {
+      if (w.offset.data) return decode_dot<true>(w, stage, stage_k, k0, count, sink);
+    }
+    decode_dot<false>(w, stage, stage_k, k0, count, sink);
   }
 
   void axpy() const {

@@ -29,7 +29,9 @@ class GroupReader {
 
   const uint8_t* codes(int64_t row) const { return w_.codes + row * w_.row_bytes + byte_; }
 
-  // value[j] lane i is column order(j, i) of the group. Never reads past the end of the row.
+  // value[j] lane i is column order(j, i) of the group. Never reads past the end of the row. With an offset an exact value
+  // is rounded after every operation, as the definition is, others once or twice.
+  template <bool exact = false>
   INLINE void read(int64_t row, F (&value)[4]) const {
     const uint8_t* from = codes(row);
     uint8_t padded[bytes];
@@ -45,16 +47,36 @@ class GroupReader {
     if constexpr (blocked(format)) {
       const float* scales = w_.per_block + row * w_.blocks + base_;
       if (one_block_) [[likely]] {
-        if constexpr (format == Format::nf4) {
-          const auto scaled = decoder_.times(*scales);
-          unroll<4>([&]<int J>() { value[J] = scaled.template value<J>(group); });
-        } else {
-          unroll<4>([&]<int J>() { value[J] = mul(decoder_.template value<J>(group), broadcast(*scales)); });
+        const F s = broadcast(*scales);
+        if constexpr (takes_offsets(format)) {
+          if (w_.offset.data) {
+            if constexpr (exact) {
+              const auto b = w_.beyond(row, base_);
+              const F before = broadcast(b.before), after = broadcast(b.after);
+              return scaled(group, value, [&](F v) { return rounded(v, before, s, after); });
+            }
+            const F b = broadcast(w_.added(row, base_));
+            return scaled(group, value, [&](F v) { return fma(v, s, b); });
+          }
         }
-        return;
+        return scaled(group, value, [&](F v) { return mul(v, s); });
       }
       float each[group_columns];
       for (int p = 0; p < group_columns; ++p) each[p] = scales[offset_[p]];
+      if constexpr (takes_offsets(format)) {
+        if (w_.offset.data) {
+          float before[group_columns], after[group_columns];
+          for (int p = 0; p < group_columns; ++p) {
+            const auto b = w_.beyond(row, base_ + offset_[p]);
+            before[p] = b.before, after[p] = b.after;
+          }
+          unroll<4>([&]<int J>() {
+            constexpr int at = J * lanes;
+            value[J] = rounded(decoder_.template value<J>(group), load(before + at), load(each + at), load(after + at));
+          });
+          return;
+        }
+      }
       unroll<4>([&]<int J>() { value[J] = mul(decoder_.template value<J>(group), load(each + J * lanes)); });
     } else {
       unroll<4>([&]<int J>() { value[J] = decoder_.template value<J>(group); });
@@ -62,6 +84,23 @@ class GroupReader {
   }
 
  private:
+  static INLINE F rounded(F v, F before, F s, F after) {
+    F product = mul(add(v, before), s);
+    keep_here(product);  // apart from the sum
+    return add(product, after);
+  }
+
+  // All values of a group that are one block: of a table of values, its entries are changed instead.
+  template <class Group, class Fn>
+  INLINE void scaled(const Group& group, F (&value)[4], Fn&& f) const {
+    if constexpr (format == Format::nf4) {
+      const auto made = decoder_.map(f);
+      unroll<4>([&]<int J>() { value[J] = made.template value<J>(group); });
+    } else {
+      unroll<4>([&]<int J>() { value[J] = f(decoder_.template value<J>(group)); });
+    }
+  }
+
   const Weights& w_;
   const Decoder<format> decoder_;
   const int64_t byte_;

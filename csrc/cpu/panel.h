@@ -31,6 +31,7 @@ struct DotStage {
   alignas(64) uint32_t bits[dwords * tile + 1];  // one more, to be read at any byte
   alignas(64) uint8_t padded[tile * dwords * 4];
   alignas(64) float scales[most_blocks * tile + 1];
+  alignas(64) float added[takes_offsets(format) ? most_blocks * tile + 1 : 1];
 };
 
 // Fills stage.bits for outputs n0... and contracted indices k0... (a multiple of span). `next` is where the following call
@@ -62,7 +63,7 @@ inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t*
   }
 }
 
-// Fills stage.scales, [block][output], for the blocks that k0 ... k0 + count - 1 touch.
+// Fills stage.scales and, with offsets, stage.added, [block][output], for the blocks that k0 ... k0 + count - 1 touch.
 template <Format format, int depth>
 inline void stage_scales(const Weights& w, int64_t n0, int64_t k0, int64_t count, DotStage<format, depth>& stage) {
   const int64_t first = k0 / w.block, blocks = (k0 + count - 1) / w.block - first + 1;
@@ -71,10 +72,34 @@ inline void stage_scales(const Weights& w, int64_t n0, int64_t k0, int64_t count
     const float* from = w.per_block + (n0 + n) * w.blocks + first;
     for (int64_t b = 0; b < blocks; ++b) stage.scales[b * tile + n] = from[b];
   }
+  if constexpr (takes_offsets(format)) {
+    if (!w.offset.data) return;
+    const auto fill = [&](const auto* data, auto&& number) {
+      for (int64_t n = 0; n < outputs; ++n) {
+        const auto* from = data + (n0 + n) * w.blocks + first;
+        __builtin_prefetch(from + 64 / sizeof *from);  // of the next panels
+        for (int64_t b = 0; b < blocks; ++b) stage.added[b * tile + n] = number(from[b]);
+      }
+    };
+    const void* data = w.offset.data;
+    if (w.offset.is_zero) {
+      fill(static_cast<const uint8_t*>(data), [](uint8_t zero) { return static_cast<float>(zero); });
+    } else if (w.offset.type == Type::f32) {
+      fill(static_cast<const float*>(data), [](float bias) { return bias; });
+    } else {
+      const Type type = w.offset.type;
+      fill(static_cast<const uint16_t*>(data), [=](uint16_t bias) { return load_as_f32(&bias, type, 0); });
+    }
+    const F half = broadcast(w.offset.half);
+    for (int64_t at = 0; at < blocks * tile; at += lanes) {
+      const F s = load(stage.scales + at), number = load(stage.added + at);
+      store(stage.added + at, w.offset.is_zero ? mul(sub(half, number), s) : fma(half, s, number));
+    }
+  }
 }
 
 // Decodes k0 ... k0 + count - 1 out of the stage, whose first index is stage_k.
-template <Format format, int depth, class Sink>
+template <bool offset, Format format, int depth, class Sink>
 inline void decode_dot(const Weights& w, const DotStage<format, depth>& stage, int64_t stage_k, int64_t k0,
                        int64_t count, const Sink& sink) {
   constexpr int per_dword = Decoder<format>::per_dword;
@@ -83,6 +108,7 @@ inline void decode_dot(const Weights& w, const DotStage<format, depth>& stage, i
   for (int n = 0; n < tile; n += vectors * lanes) {
     const uint32_t* bits = stage.bits + (k0 - stage_k) / per_dword * tile + n;
     const float* scales = stage.scales + n;
+    [[maybe_unused]] const float* added = stage.added + (offset ? n : 0);
     int64_t left = blocked(format) ? w.block - k0 % w.block : 0;
     for (int64_t k = 0; k < count; k += per_dword, bits += tile) {
       I g[vectors];
@@ -92,12 +118,20 @@ inline void decode_dot(const Weights& w, const DotStage<format, depth>& stage, i
           F even = decoder.template value<2 * P>(g[v]), odd = decoder.template value<2 * P + 1>(g[v]);
           if constexpr (blocked(format)) {
             const F s = load(scales + v * lanes);
-            even = mul(even, s), odd = mul(odd, s);
+            if constexpr (offset) {
+              const F b = load(added + v * lanes);
+              even = fma(even, s, b), odd = fma(odd, s, b);
+            } else {
+              even = mul(even, s), odd = mul(odd, s);
+            }
           }
           sink.put(k + 2 * P, n + v * lanes, even, odd);
         }
         if constexpr (blocked(format)) {
-          if ((left -= 2) == 0) scales += tile, left = w.block;  // blocks are even
+          if ((left -= 2) == 0) {  // blocks are even
+            scales += tile, left = w.block;
+            if constexpr (offset) added += tile;
+          }
         }
       });
     }

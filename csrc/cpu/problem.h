@@ -47,12 +47,30 @@ struct Scale {
   int64_t col_stride = 0;
 };
 
+// Zero points (bytes) or biases of blocks, laid out as their scales: D = (code - zero) * scale or code * scale + bias, codes
+// counted from 0. Decoded values are code - half. `data` is null where D is symmetric, the values times their scales.
+struct Offset {
+  const void* data = nullptr;
+  bool is_zero = false;
+  Type type = Type::f32;  // of a bias
+  float half = 0;
+
+  size_t size() const { return is_zero ? 1 : size_of(type); }
+  Offset moved(int64_t bytes) const {
+    return {data ? static_cast<const std::byte*>(data) + bytes : nullptr, is_zero, type, half};
+  }
+};
+
+// Do integers in blocks, which may have an offset, come as this format?
+constexpr bool takes_offsets(Format format) { return format == Format::nf4 || format == Format::int8_block; }
+
 struct Matrix {
   Format format;
   int table;  // nf4: which table of 16 values
   int bits;   // int8_block: of a stored code
   const uint8_t* codes;
   Scale scale;
+  Offset offset;
   int64_t rows;
   int64_t cols;
   int64_t block;      // columns per scale, even; 0 without blocks

@@ -3,6 +3,7 @@
 
 #include "memory.h"
 #include "problem.h"
+#include "rows.h"
 #include "scalar.h"
 #include "unpack.h"
 
@@ -20,6 +21,7 @@ struct Weights {
   const float* along_k = nullptr;       // one per contracted index: goes into x
   const float* along_n = nullptr;       // one per output: applied at the end
   float everywhere = 1;                 // applied at the end
+  Offset offset = {};
 
   int64_t k() const { return form == Form::dot ? cols : rows; }
   int64_t n() const { return form == Form::dot ? rows : cols; }
@@ -31,6 +33,31 @@ struct Weights {
   }
   template <Format format>
   INLINE bool packed() const { return format == Format::int8_block && unpack.bits() < 8; }
+  // D of a block is (value + before) * scale + after.
+  struct Beyond {
+    float before, after;
+  };
+  INLINE Beyond beyond(int64_t row, int64_t block) const {
+    const int64_t at = row * blocks + block;
+    if (offset.is_zero) return {offset.half - static_cast<const uint8_t*>(offset.data)[at], 0};
+    return {offset.half, load_as_f32(offset.data, offset.type, at)};
+  }
+  // The same as value * scale + added.
+  INLINE float added(int64_t row, int64_t block) const {
+    const Beyond b = beyond(row, block);
+    return b.before * per_block[row * blocks + block] + b.after;
+  }
+  // For all blocks of a row.
+  void add_row(int64_t row, float* to) const {
+    const float* scales = per_block + row * blocks;
+    if (offset.is_zero) {
+      const uint8_t* zeros = static_cast<const uint8_t*>(offset.data) + row * blocks;
+      for (int64_t b = 0; b < blocks; ++b) to[b] = (offset.half - static_cast<float>(zeros[b])) * scales[b];
+    } else {
+      read_row(offset.data, offset.type, row * blocks, blocks, nullptr, to);
+      for (int64_t b = 0; b < blocks; ++b) to[b] += offset.half * scales[b];
+    }
+  }
   float at_end(int64_t j) const { return along_n ? along_n[j] * everywhere : everywhere; }
 };
 
@@ -50,13 +77,13 @@ inline Weights weights_of(const Product& p, float* converted) {
   if (!d.scale.data) return w;
   const float* scale = static_cast<const float*>(d.scale.data);
   if (d.scale.type != Type::f32) {
-    const int64_t count = scale_count(d);
-    for (int64_t i = 0; i < count; ++i) converted[i] = load_as_f32(d.scale.data, d.scale.type, i);
+    read_row(d.scale.data, d.scale.type, 0, scale_count(d), nullptr, converted);
     scale = converted;
   }
   const bool by_row = d.scale.row_stride != 0, by_col = d.scale.col_stride != 0;
   if (blocked(d.format)) {
     w.per_block = scale;
+    w.offset = d.offset;
   } else if (by_row || by_col) {  // not both: a scale per element is left to `plain`
     (by_row == (p.form == Form::dot) ? w.along_n : w.along_k) = scale;
   } else {

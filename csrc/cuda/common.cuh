@@ -12,9 +12,13 @@
 namespace eformer {
 
 // Ways to decode. Formats of 4 bits differ in their 16 values; those of kCode4 (int4, iq4_nl, fp4) are exact in 16-bit
-// floats. The fine ones are for blocks that are a multiple of 32, but not of 64.
-enum Fmt : int { kNf4, kInt8, kTernary, kBinary, kCode4, kE4m3, kE5m2, kNf4Fine, kCode4Fine, kInt8Block, kE4m3Block, kInt2, kInt3, kInt5, kInt6 };
-enum Dtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+// floats. The fine ones are for blocks that are a multiple of 32, but not of 64. kShift4 and kShift8 are integers whose
+// blocks have an offset, kBias4 those of 4 bits with values and scales multiplied in float32 (wide.cuh).
+enum Fmt : int {
+  kNf4, kInt8, kTernary, kBinary, kCode4, kE4m3, kE5m2, kNf4Fine, kCode4Fine, kInt8Block, kE4m3Block, kInt2, kInt3, kInt5, kInt6,
+  kShift4, kShift4Fine, kBias4, kShift8
+};
+enum Dtype : int { kF32 = 0, kBf16 = 1, kF16 = 2, kU8 = 3 };
 
 // Warps of a block that multiply; the others bring data in.
 constexpr int kWarps = 8;
@@ -23,9 +27,15 @@ constexpr int kWorkers = kWarps * 32;
 template <int FMT>
 constexpr bool kIsNf4 = FMT == kNf4 || FMT == kNf4Fine;
 template <int FMT>
-constexpr bool kInNibbles = kIsNf4<FMT> || FMT == kCode4 || FMT == kCode4Fine;
+constexpr bool kShifted = FMT == kShift4 || FMT == kShift4Fine || FMT == kBias4 || FMT == kShift8;  // every block has an offset
 template <int FMT>
-constexpr bool kInByteBlocks = FMT == kInt8Block || FMT == kE4m3Block;
+constexpr bool kInNibbles = kIsNf4<FMT> || FMT == kCode4 || FMT == kCode4Fine || (kShifted<FMT> && FMT != kShift8);
+template <int FMT>
+constexpr bool kInFloat32 = FMT == kNf4 || FMT == kBias4;  // values times scales, in wide.cuh
+template <int FMT>
+constexpr bool kInByteBlocks = FMT == kInt8Block || FMT == kE4m3Block || FMT == kShift8;
+template <int FMT>
+constexpr int kPlain = FMT == kInt8Block || FMT == kShift8 ? kInt8 : FMT == kE4m3Block ? kE4m3 : FMT;  // how a value alone is decoded
 template <int FMT>
 constexpr bool kInBytes = FMT == kInt8 || FMT == kE4m3 || FMT == kE5m2 || kInByteBlocks<FMT>;
 // Has every block of columns a scale?
@@ -33,7 +43,7 @@ template <int FMT>
 constexpr bool kInBlocks = kInNibbles<FMT> || kInByteBlocks<FMT>;
 // Columns that share a scale, at least.
 template <int FMT>
-constexpr int kGroup = FMT == kNf4 || FMT == kCode4 ? 64 : 32;
+constexpr int kGroup = FMT == kNf4 || FMT == kCode4 || FMT == kShift4 || FMT == kBias4 ? 64 : 32;
 // Bits of a value of the integers that are decoded alone (rows.cu): a row of bits, the first value first, its high bit first.
 template <int FMT>
 constexpr int kIntegerBits = FMT == kInt2 ? 2 : FMT == kInt3 ? 3 : FMT == kInt5 ? 5 : FMT == kInt6 ? 6 : 0;
@@ -43,7 +53,7 @@ constexpr int kPerByte = kInNibbles<FMT> ? 2 : kInBytes<FMT> ? 1 : FMT == kTerna
 template <int FMT>
 constexpr int kPerChunk = 16 * kPerByte<FMT>;
 
-__host__ __device__ constexpr int item_size(int dtype) { return dtype == kF32 ? 4 : 2; }
+__host__ __device__ constexpr int item_size(int dtype) { return dtype == kF32 ? 4 : dtype == kU8 ? 1 : 2; }
 __host__ __device__ constexpr int clamp_to(int value, int top) { return value < 0 ? 0 : value > top ? top : value; }
 template <class A>
 __host__ __device__ constexpr A ceil_div(A a, A b) {
@@ -163,6 +173,11 @@ __device__ __forceinline__ float load_float(const void* p, int64_t i, int dtype)
   if (dtype == kF32) return static_cast<const float*>(p)[i];
   if (dtype == kBf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
   return __half2float(static_cast<const __half*>(p)[i]);
+}
+// What values have beyond (code - centre) * scale.
+__device__ __forceinline__ float offset_of(const void* p, int64_t i, int dtype, float centre, float scale) {
+  if (dtype == kU8) return (centre - static_cast<float>(static_cast<const uint8_t*>(p)[i])) * scale;
+  return fmaf(centre, scale, load_float(p, i, dtype));
 }
 __device__ __forceinline__ void store_float(void* p, int64_t i, int dtype, float v) {
   if (dtype == kF32) {

@@ -133,6 +133,10 @@ template <class E>
 struct Decoder<kCode4, E> : Decoder<kNf4, E> {};
 template <class E>
 struct Decoder<kCode4Fine, E> : Decoder<kNf4, E> {};
+template <class E>
+struct Decoder<kShift4, E> : Decoder<kNf4, E> {};
+template <class E>
+struct Decoder<kShift4Fine, E> : Decoder<kNf4, E> {};
 
 // Two floats of 8 bits, which f16 and bf16 hold exactly.
 template <class E, int FMT>
@@ -177,6 +181,8 @@ __device__ __forceinline__ uint32_t Decoder<kInt8, __half>::pair(uint32_t word, 
 
 template <class E>
 struct Decoder<kInt8Block, E> : Decoder<kInt8, E> {};
+template <class E>
+struct Decoder<kShift8, E> : Decoder<kInt8, E> {};
 template <class E>
 struct Decoder<kE4m3Block, E> : Decoder<kE4m3, E> {};
 

@@ -17,6 +17,7 @@ struct DotArgs {
   CUtensorMap codes_map, scale_map, x_map;  // when `boxes`
   const uint8_t* codes;
   const uint8_t* scale;
+  const uint8_t* offset;
   const uint8_t* x;
   void* y;
   float* partial;         // (splits, batch, m, rows) when the columns are split over blocks, else null
@@ -32,7 +33,9 @@ struct DotArgs {
   // row and stage, and how many groups of 64 (or 32) columns share one (logarithm).
   int32_t scale_piece, scale_bytes, scale_copies_log, scale_share_log;
   int32_t scale_dtype, row_scale, y_dtype;  // row_scale: 0 none, 1 one per row, 2 one for all
-  int64_t codes_batch, scale_batch, x_batch, y_batch;
+  int32_t offset_dtype;
+  float centre;
+  int64_t codes_batch, scale_batch, offset_batch, x_batch, y_batch;
   Stack stack;
   Book book;
 };
@@ -68,7 +71,8 @@ struct DotShape {
     const int line = piece / kPieces * x_rows + row, c = piece % kPieces;
     return line * (kXBox * 2) + (kXBox == 64 ? c ^ (line & 7) : c) * 16;
   }
-  static constexpr int kScalePitch = kInNibbles<FMT> ? kCols / kGroup<FMT> * 4 : 0;  // one per group at most
+  // One per group at most; with an offset beside it.
+  static constexpr int kScalePitch = kInNibbles<FMT> ? kCols / kGroup<FMT> * (kShifted<FMT> ? 8 : 4) : 0;
   // Codes lie in boxes of 128 bytes of every row; lanes that read the same chunk of eight rows do not meet in a bank.
   static __device__ __forceinline__ int place(int rows, int row, int chunk) {
     return (chunk / 8 * rows + row) * 128 + ((chunk % 8 ^ (row & 7)) * 16);
@@ -107,16 +111,24 @@ __device__ __noinline__ void issue_any(const DotArgs& a, uint8_t* base, const ui
   }
 }
 
-// The scales of one stage: as they are stored where they can be copied, else one float32 per group of columns.
+// The scales of one stage: as they are stored where they can be copied, else one float32 per group of columns, or two:
+// scale and offset.
 template <int FMT, class S>
-__device__ __noinline__ void issue_scales_any(const DotArgs& a, uint8_t* dst, const uint8_t* scale, int row0, int stage) {
+__device__ __noinline__ void issue_scales_any(const DotArgs& a, uint8_t* dst, const uint8_t* scale, const uint8_t* offset,
+                                              int row0, int stage) {
   const int loader = threadIdx.x - kWorkers;
   const bool raw = a.scale_piece != 0;
   const int step = raw ? a.block : kGroup<FMT>, per_row = S::kCols / step, k0 = stage * S::kCols;
   for (int i = loader; i < a.tiles * 16 * per_row; i += S::kLoaders) {
     int row = i / per_row, j = i % per_row, at = (k0 + j * step) / a.block;
     bool there = row0 + row < a.rows && at < a.scale_cols;
-    float v = there ? load_float(scale, static_cast<int64_t>(row0 + row) * a.scale_cols + at, a.scale_dtype) : 0.f;
+    const int64_t from = static_cast<int64_t>(row0 + row) * a.scale_cols + at;
+    float v = there ? load_float(scale, from, a.scale_dtype) : 0.f;
+    if constexpr (kShifted<FMT>) {
+      const float more = there ? offset_of(offset, from, a.offset_dtype, a.centre, v) : 0.f;
+      *reinterpret_cast<float2*>(dst + row * S::kScalePitch + j * 8) = make_float2(v, more);
+      continue;
+    }
     store_float(dst + row * (raw ? a.scale_bytes : S::kScalePitch), j, raw ? a.scale_dtype : kF32, v);
   }
 }
@@ -132,6 +144,7 @@ struct DotBlock {
   Decoder<FMT, E> decode;
   const uint8_t* codes;
   const uint8_t* scale;
+  const uint8_t* offset;
   const uint8_t* x;
   uint64_t *full, *empty;
   int slot, phase;
@@ -150,7 +163,7 @@ struct DotBlock {
         scale_select[u] = place & 1 ? 0x3244 : 0x1044;
         place >>= 1;
       }
-      scale_offset[u] = place * 4;
+      scale_offset[u] = place * (kShifted<FMT> ? 8 : 4);
     }
   }
 
@@ -192,7 +205,7 @@ struct DotBlock {
     uint8_t* scales = xs + x_bytes;
     if (!whole(stage)) {
       issue_any<FMT, S>(a, base, codes, x, row0, m, stage);
-      if constexpr (kInNibbles<FMT>) issue_scales_any<FMT, S>(a, scales, scale, row0, stage);
+      if constexpr (kInNibbles<FMT>) issue_scales_any<FMT, S>(a, scales, scale, offset, row0, stage);
       return false;
     }
     const int loader = threadIdx.x - kWorkers, last_row = a.rows - 1;
@@ -226,7 +239,7 @@ struct DotBlock {
     }
     if constexpr (kInNibbles<FMT>) {
       if (!a.scale_piece) {
-        issue_scales_any<FMT, S>(a, scales, scale, row0, stage);
+        issue_scales_any<FMT, S>(a, scales, scale, offset, row0, stage);
         return false;
       }
       const uint32_t dst = shared_address(scales), scale_pitch = a.scale_bytes;
@@ -297,18 +310,19 @@ struct DotBlock {
   // What two tiles need for one part: two, so that matrix instructions do not wait for each other's sums.
   struct Operands {
     uint32_t frag[2][P::kSteps][4];
-    float factor[2][2];
+    float factor[2][2], more[2][2];
   };
   __device__ __forceinline__ void load_operands(Operands& o, const uint32_t (&w)[2][4], const uint8_t* scales,
                                                 int scale_pitch, int tile, int q, int term) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       load_a(o.frag[h], w[h], q, term);
-      load_scales(o.factor[h], scales, scale_pitch, h ? partner(tile) : tile, q);
+      load_scales(o.factor[h], o.more[h], scales, scale_pitch, h ? partner(tile) : tile, q);
     }
   }
+  // `x_sums` of this lane's two columns over the part.
   __device__ __forceinline__ void multiply(float (&sum0)[4], float (&sum1)[4], const Operands& o,
-                                           const uint32_t (&b)[kB]) const {
+                                           const uint32_t (&b)[kB], const float (&x_sums)[2]) const {
     if constexpr (kInNibbles<FMT>) {
       float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -320,6 +334,10 @@ struct DotBlock {
       for (int i = 0; i < 4; ++i) {
         sum0[i] = fmaf(c0[i], o.factor[0][i >> 1], sum0[i]);
         sum1[i] = fmaf(c1[i], o.factor[1][i >> 1], sum1[i]);
+        if constexpr (kShifted<FMT>) {
+          sum0[i] = fmaf(x_sums[i & 1], o.more[0][i >> 1], sum0[i]);
+          sum1[i] = fmaf(x_sums[i & 1], o.more[1][i >> 1], sum1[i]);
+        }
       }
     } else {
 #pragma unroll
@@ -331,13 +349,15 @@ struct DotBlock {
   }
 
   // Scales of rows g and g + 8 of a tile for part q.
-  __device__ __forceinline__ void load_scales(float (&f)[2], const uint8_t* scales, int scale_pitch, int tile, int q) const {
+  __device__ __forceinline__ void load_scales(float (&f)[2], float (&more)[2], const uint8_t* scales, int scale_pitch, int tile,
+                                              int q) const {
     if constexpr (kInNibbles<FMT>) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint8_t* row = scales + (tile * S::kTilesAcross * 16 + h * 8) * scale_pitch;
         uint32_t bits = *reinterpret_cast<const uint32_t*>(row + scale_offset[q]);
         f[h] = __uint_as_float(__byte_perm(bits, 0, scale_select[q]));
+        if constexpr (kShifted<FMT>) more[h] = *reinterpret_cast<const float*>(row + scale_offset[q] + 4);
       }
     }
   }
@@ -351,12 +371,27 @@ struct DotBlock {
     const uint32_t tiles = shared_address(base) + S::place(block_rows, warp_r * 16 + tile_row, 2 * warp_k + (lane >> 4));
     // x stays in registers for all tiles where they suffice; otherwise every pair of tiles reads it again.
     constexpr bool kKeepX = NT <= 4;
+    static_assert(kKeepX || !kShifted<FMT>, "sums of x are made where x stays");
     uint32_t b[kKeepX ? NT : 1][kKeepX ? P::kCount : 1][kB];
     if constexpr (kKeepX) {
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int q = 0; q < P::kCount; ++q) load_b(b[n][q], xs, n, q);
+    }
+    float x_sums[kShifted<FMT> ? NT : 1][kShifted<FMT> ? P::kCount : 1][2];
+    if constexpr (kShifted<FMT>) {
+      constexpr uint32_t kOnes = Pair<E>::kOne * 0x00010001u;
+      const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int q = 0; q < P::kCount; ++q) {
+          float sum[4] = {};
+#pragma unroll
+          for (int s = 0; s < P::kSteps; ++s) mma<E>(sum, ones, b[n][q][2 * s], b[n][q][2 * s + 1]);
+          x_sums[n][q][0] = sum[0], x_sums[n][q][1] = sum[1];
+        }
     }
     static_assert(T % 2 == 0, "tiles are multiplied in pairs");
     constexpr int kStep = S::kTilesAcross * 16 * 128;
@@ -380,10 +415,10 @@ struct DotBlock {
 #pragma unroll
           for (int n = 0; n < NT; ++n) {
             if constexpr (kKeepX) {
-              multiply(acc[i][n], acc[i + 1][n], o, b[n][q]);
+              multiply(acc[i][n], acc[i + 1][n], o, b[n][q], x_sums[kShifted<FMT> ? n : 0][kShifted<FMT> ? q : 0]);
             } else {
               load_b(b[0][0], xs, n, q);
-              multiply(acc[i][n], acc[i + 1][n], o, b[0][0]);
+              multiply(acc[i][n], acc[i + 1][n], o, b[0][0], x_sums[0][0]);
             }
           }
         }
@@ -537,6 +572,7 @@ __global__ void __launch_bounds__(DotShape<FMT, NT, T, WK, STAGES>::kThreads, 1)
   block.matrix = nothing ? 0 : first_matrix(a.stack) + batch;
   block.codes = a.codes + block.matrix * a.codes_batch;
   block.scale = a.scale + block.matrix * a.scale_batch;
+  block.offset = a.offset + block.matrix * a.offset_batch;
   block.block_rows = a.tiles * 16;
   block.x_bytes = S::x_bytes(a.x_rows);
   block.row0 = row_block * block.block_rows;

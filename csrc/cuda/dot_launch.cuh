@@ -29,7 +29,7 @@ void describe_scales(const Product& p, DotArgs* a) {
   if (!kInNibbles<FMT>) return;
   const int group = kGroup<FMT>, size = item_size(p.d.scale_dtype);
   a->block = p.d.block, a->scale_cols = static_cast<int32_t>(p.d.scale_cols);
-  if (!is_pow2(p.d.block / group) || S::kCols % p.d.block != 0) return;
+  if (kShifted<FMT> || !is_pow2(p.d.block / group) || S::kCols % p.d.block != 0) return;
   const int bytes = S::kCols / p.d.block * size;
   const uint64_t all = reinterpret_cast<uintptr_t>(p.d.scale) | static_cast<uint64_t>(p.d.scale_cols * size) |
                        static_cast<uint64_t>(p.d.rows * p.d.scale_cols * size) | static_cast<uint64_t>(bytes);
@@ -107,6 +107,8 @@ cudaError_t launch_dot(cudaStream_t stream, const Product& p, const Device& devi
   a.partial = blocks_y > 1 ? p.partial : nullptr;
   a.codes_batch = d.row_bytes * d.rows, a.x_batch = p.m * d.cols, a.y_batch = p.m * d.rows;
   a.scale_batch = d.scale ? d.scale_rows * d.scale_cols * item_size(d.scale_dtype) : 0, a.stack = d.stack;
+  a.offset = d.offset, a.offset_dtype = d.offset_dtype, a.centre = d.centre;
+  a.offset_batch = d.scale_rows * d.scale_cols * item_size(d.offset_dtype);
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
   a.row_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows == 1 ? 2 : 1;
   a.codes_unit = unit_of(d.codes, d.row_bytes, a.codes_batch);
@@ -132,7 +134,7 @@ cudaError_t multiply_dot(cudaStream_t stream, const Product& p, const Device& de
   const int64_t m = p.groups ? (p.m + p.d.count - 1) / p.d.count : p.m;
   if (m <= 8) return launch_dot<FMT, E, 1, 8, 8, 3>(stream, p, device);
   if (m <= 16) return launch_dot<FMT, E, 2, 8, FMT == kBinary ? 4 : 8, 3>(stream, p, device);
-  if constexpr (FMT != kBinary) {
+  if constexpr (FMT != kBinary && !kShifted<FMT>) {  // offsets are not for the copy engine
     if (m > 32 && device.major >= 9) {
       const cudaError_t error = launch_dot<FMT, E, 8, 4, 4, FMT == kTernary ? 2 : 3>(stream, p, device);
       if (error != cudaErrorNotSupported) return error;

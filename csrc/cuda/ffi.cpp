@@ -1,4 +1,5 @@
 // The doors of the library: XLA FFI handlers and the version of their interface. Checks only; kernels are elsewhere.
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -10,7 +11,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 6;
+constexpr int64_t abi_version = 7;
 // Bits of a value, by the number of the format.
 constexpr int64_t formats = 16, bits_of[formats] = {4, 8, 2, 1, 4, 4, 4, 8, 8, 8, 8, 8, 2, 3, 5, 6};
 
@@ -57,6 +58,19 @@ ffi::Error matrices(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t fmt, int
   return ffi::Error::Success();
 }
 
+// One number for every scale of integers in blocks, or no elements: see Matrices.
+ffi::Error offsets(ffi::AnyBuffer offset, ffi::AnyBuffer scale, Matrices* d) {
+  if (offset.element_count() == 0) return ffi::Error::Success();
+  const auto type = float_type(offset);
+  if (d->fmt != 4 && d->fmt != 7 && d->fmt < 12) return invalid("only integers in blocks have offsets.");
+  if (!type && offset.element_type() != ffi::U8) return invalid("offsets must be uint8, float32, bfloat16 or float16.");
+  const auto o = offset.dimensions(), s = scale.dimensions();
+  if (o.size() != s.size() || !std::equal(o.begin(), o.end(), s.begin())) return invalid("the offset does not fit the scale.");
+  d->offset = static_cast<const uint8_t*>(offset.untyped_data());
+  d->offset_dtype = type.value_or(3), d->centre = static_cast<float>(1 << (bits_of[d->fmt] - 1));
+  return ffi::Error::Success();
+}
+
 // The codes are a stack of groups of `count` matrices, of which the index names one; or it has no elements.
 ffi::Error choose_group(ffi::Buffer<ffi::S32> index, int64_t count, Matrices* d) {
   if (index.element_count() == 0) return ffi::Error::Success();
@@ -78,11 +92,12 @@ ffi::Error product(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, Prod
   return finished(*x_type == 1 ? multiply_bf16(stream, p) : multiply_f16(stream, p));
 }
 
-ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> index,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::F32>> work, int64_t fmt, int64_t cols,
+ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                   ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::F32>> work, int64_t fmt, int64_t cols,
                    int64_t block, int64_t tiles, int64_t splits) {
   Product p{};
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  if (ffi::Error e = offsets(offset, scale, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions();
   if (ffi::Error e = choose_group(index, xd.size() ? xd[0] : 0, &p.d); e.failure()) return e;
   if (xd.size() != 3 || yd.size() != 3 || xd[0] != p.d.count || xd[2] != cols || yd[0] != xd[0] || yd[1] != xd[1] ||
@@ -95,12 +110,13 @@ ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   return product(stream, x, *y, p, tiles, splits);
 }
 
-ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> index,
-                ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
                 int64_t outs, int64_t splits, int64_t rest, int64_t rest_splits) {
   WideProduct w{};
   Product& p = w.p;
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  if (ffi::Error e = offsets(offset, scale, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions();
   if (ffi::Error e = choose_group(index, xd.size() ? xd[0] : 0, &p.d); e.failure()) return e;
   const int64_t deep = axpy ? p.d.rows : cols, across = axpy ? cols : p.d.rows;
@@ -151,11 +167,12 @@ ffi::Error bytes(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ff
   return finished(multiply_bytes(stream, p));
 }
 
-ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
                   ffi::Buffer<ffi::S32> groups, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block,
                   int64_t tiles) {
   Product p{};
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
+  if (ffi::Error e = offsets(offset, scale, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions();
   if (xd.size() != 2 || yd.size() != 2 || xd[1] != cols || yd[0] != xd[0] || yd[1] != p.d.rows ||
       static_cast<int64_t>(groups.element_count()) != p.d.count)
@@ -164,10 +181,11 @@ ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, f
   return product(stream, x, *y, p, tiles, 1);
 }
 
-ffi::Error dequant(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y,
-                   int64_t fmt, int64_t cols, int64_t block) {
+ffi::Error dequant(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                   ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block) {
   Rows r{};
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &r.d); e.failure()) return e;
+  if (ffi::Error e = offsets(offset, scale, &r.d); e.failure()) return e;
   if (ffi::Error e = choose_group(index, 1, &r.d); e.failure()) return e;
   const auto type = float_type(*y);
   r.n = r.d.count * r.d.rows;
@@ -176,10 +194,11 @@ ffi::Error dequant(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   return finished(decode_rows(stream, r));
 }
 
-ffi::Error qgather(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> indices,
-                   ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block) {
+ffi::Error qgather(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                   ffi::Buffer<ffi::S32> indices, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block) {
   Rows r{};
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &r.d); e.failure()) return e;
+  if (ffi::Error e = offsets(offset, scale, &r.d); e.failure()) return e;
   const auto type = float_type(*y);
   r.n = static_cast<int64_t>(indices.element_count()), r.indices = indices.typed_data();
   if (!type || r.d.count != 1 || static_cast<int64_t>(y->element_count()) != r.n * cols)
@@ -188,12 +207,61 @@ ffi::Error qgather(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   return finished(decode_rows(stream, r));
 }
 
+// Rows of a cache, of any rank: codes (..., positions, blocks, bytes) and scale (..., positions, blocks).
+struct CacheRows {
+  int bits, padded;
+  int64_t heads, positions;
+};
+ffi::Error cache_rows(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t size, CacheRows* rows) {
+  const auto s = scale.dimensions();
+  const bool bytes = codes.element_type() == ffi::S8;
+  if ((!bytes && codes.element_type() != ffi::U8) || scale.element_type() != (bytes ? ffi::F32 : ffi::BF16) || s.size() < 2)
+    return invalid("a cache is int8 with float32 scales, or int4 with bfloat16 scales.");
+  rows->bits = bytes ? 8 : 4, rows->positions = s[s.size() - 2];
+  const int64_t blocks = s[s.size() - 1], padded = bytes ? size : blocks * 64;
+  rows->padded = static_cast<int>(padded), rows->heads = 1;
+  for (size_t i = 0; i + 2 < s.size(); ++i) rows->heads *= s[i];
+  if ((bytes && blocks != 1) || padded < size || rows->positions < 1 || rows->positions >= int64_t{1} << 30 ||
+      static_cast<int64_t>(codes.element_count()) != rows->heads * rows->positions * padded * rows->bits / 8)
+    return invalid("the codes of a cache do not fit its scales.");
+  return ffi::Error::Success();
+}
+
+ffi::Error attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer key_scale,
+                     ffi::AnyBuffer value_scale, ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::S32> index,
+                     ffi::Result<ffi::AnyBuffer> y, int64_t window, float factor, float cap) {
+  const auto qd = q.dimensions();
+  const auto type = float_type(q), y_type = float_type(*y);
+  if (qd.size() != 3 || !type || type != y_type || y->element_count() != q.element_count() || place.element_count() != 1)
+    return invalid("q, y and the place do not fit.");
+  CacheRows k{}, v{};
+  if (ffi::Error e = cache_rows(keys, key_scale, qd[2], &k); e.failure()) return e;
+  if (ffi::Error e = cache_rows(values, value_scale, qd[2], &v); e.failure()) return e;
+  const bool stacked = index.element_count() != 0;
+  if (k.heads != v.heads || k.positions != v.positions || k.padded != v.padded || qd[0] < 1 || qd[1] < 1 || qd[1] > 16 ||
+      index.element_count() > 1 || (stacked ? k.heads % qd[0] != 0 : k.heads != qd[0]) || window < 0)
+    return invalid("keys, values and q do not fit.");
+  if (k.heads >= int64_t{1} << 31) return finished(cudaErrorNotSupported);
+  CacheAttention a{};
+  a.q = q.untyped_data(), a.y = y->untyped_data(), a.dtype = *type;
+  a.keys = static_cast<const uint8_t*>(keys.untyped_data()), a.values = static_cast<const uint8_t*>(values.untyped_data());
+  a.key_scale = key_scale.untyped_data(), a.value_scale = value_scale.untyped_data();
+  a.key_bits = k.bits, a.value_bits = v.bits, a.place = place.typed_data();
+  const auto heads = static_cast<int32_t>(qd[0]);
+  a.stack = {stacked ? index.typed_data() : nullptr, static_cast<int32_t>(k.heads / qd[0]), heads};
+  a.group = static_cast<int>(qd[1]), a.size = static_cast<int>(qd[2]), a.padded = k.padded;
+  a.positions = static_cast<int>(k.positions), a.window = static_cast<int>(window < 1 << 30 ? window : 1 << 30);
+  a.factor = factor, a.cap = cap;
+  return finished(attend(stream, a));
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQmatmul, qmatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
@@ -209,6 +277,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQmatmul, qmatmul,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaWide, wide,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
@@ -248,6 +317,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaRagged, ragged,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("fmt")
@@ -258,6 +328,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaRagged, ragged,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaDequant, dequant,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -271,11 +342,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaQgather, qgather,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("fmt")
                                   .Attr<int64_t>("cols")
                                   .Attr<int64_t>("block"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaAttention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("factor")
+                                  .Attr<float>("cap"),
                               {ffi::Traits::kCmdBufferCompatible});
 extern "C" int64_t eformer_cuda_abi() { return abi_version; }
 #pragma GCC visibility pop

@@ -25,6 +25,11 @@ struct Matrices {
   const uint8_t* scale;  // null without one
   int scale_dtype;
   int64_t scale_rows, scale_cols;
+  // One for every scale of a block, or null: bytes, values are (code - zero) * scale, or floats, code * scale + bias.
+  // Without one they are (code - centre) * scale.
+  const uint8_t* offset;
+  int offset_dtype;  // as of scales; 3 for zero points, which are bytes
+  float centre;
   Stack stack;
 };
 
@@ -90,5 +95,23 @@ struct BytesProduct {
   int axpy, width, splits;  // rows of x per block, blocks that share a tile
 };
 cudaError_t multiply_bytes(cudaStream_t stream, const BytesProduct& p);
+
+// One token over a cache whose rows are codes of 8 bits with a float32 scale each, or of 4 bits with a bfloat16 scale for
+// every 64. The stack is one of heads: `stack.count` of them for every entry.
+struct CacheAttention {
+  const void* q;  // (heads, group, size)
+  void* y;
+  int dtype;
+  const uint8_t *keys, *values;
+  const void *key_scale, *value_scale;
+  int key_bits, value_bits;
+  const int32_t* place;  // the last position that is seen
+  Stack stack;
+  int group, size, padded, positions;
+  int window;  // 0: none
+  float factor, cap;
+  int splits;  // blocks that share a head, found when it is launched
+};
+cudaError_t attend(cudaStream_t stream, const CacheAttention& a);
 
 }  // namespace eformer

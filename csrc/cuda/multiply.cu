@@ -16,6 +16,11 @@ template <class E>
 cudaError_t choose_skinny(cudaStream_t stream, const Product& p, const Device& device) {
   if (p.m > 16) return cudaErrorNotSupported;
   const bool fine = p.d.block % 64 != 0;
+  if (p.d.offset) {
+    if (p.d.fmt == 7) return multiply_skinny<kShift8, E, 1>(stream, p, device);
+    if (p.d.fmt != 4) return cudaErrorNotSupported;
+    return fine ? multiply_skinny<kShift4Fine, E, 1>(stream, p, device) : multiply_skinny<kShift4, E, 1>(stream, p, device);
+  }
   switch (p.d.fmt) {
     case 0:
       if constexpr (kIsBf16<E>) {
@@ -58,6 +63,7 @@ cudaError_t choose(cudaStream_t stream, const Product& asked) {
     p.tiles = clamp_to(static_cast<int>(each) - 1, 7) + 1;
   }
   if (in_nibbles(p.d.fmt) && p.d.block % 32) return cudaErrorNotSupported;
+  if (p.d.offset) return p.d.fmt == 4 ? multiply_dot<kShift4Fine, E>(stream, p, device) : cudaErrorNotSupported;
   switch (p.d.fmt) {
     case 0:
       return p.d.block % 64 ? multiply_dot<kNf4Fine, E>(stream, p, device) : multiply_dot<kNf4, E>(stream, p, device);
@@ -83,6 +89,14 @@ cudaError_t choose(cudaStream_t stream, const Product& asked) {
 template <class E, int FORM>
 cudaError_t choose_wide_nibbles(cudaStream_t stream, const WideProduct& w) {
   const bool nf4 = w.p.d.fmt == 0, whole = w.p.d.block % 64 == 0;
+  if (w.p.d.offset) {  // (code - zero) is exact in bf16, other offsets are added in float32
+    if constexpr (kIsBf16<E>) {
+      if (w.p.y_dtype == kF32) return whole ? multiply_wide<kBias4, E, FORM, 2>(stream, w) : cudaErrorNotSupported;
+      const bool exact = w.p.y_dtype == kBf16 && w.p.d.offset_dtype == kU8;
+      if (exact && w.p.d.block % 32 == 0) return multiply_wide<kShift4Fine, E, FORM, 1>(stream, w);
+    }
+    return whole ? multiply_wide<kBias4, E, FORM, 1>(stream, w) : cudaErrorNotSupported;
+  }
   if constexpr (kIsBf16<E>) {
     if (w.p.y_dtype == kF32) return whole ? multiply_wide<kNf4, E, FORM, 2>(stream, w) : cudaErrorNotSupported;
     // bf16 holds the other values exactly, and scales in two parts.
@@ -112,6 +126,13 @@ cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
       return multiply_wide<kE4m3, E, FORM, 1>(stream, w);
     case 9:
       return multiply_wide<kE5m2, E, FORM, 1>(stream, w);
+    case 7:
+    case 10:
+      if constexpr (kIsBf16<E>) {  // which holds the values exactly, and scales in two parts
+        if (w.p.y_dtype != kBf16 || w.p.d.block % 32 || w.p.d.offset) return cudaErrorNotSupported;
+        return w.p.d.fmt == 7 ? multiply_wide<kInt8Block, E, FORM, 1>(stream, w)
+                              : multiply_wide<kE4m3Block, E, FORM, 1>(stream, w);
+      }
   }
   return cudaErrorNotSupported;
 }

@@ -86,6 +86,16 @@ __device__ __forceinline__ float load_scale(const void* p, int64_t i, int dtype)
   return __half2float(__ldg(static_cast<const __half*>(p) + i));
 }
 
+// Of a block, beside its scale: what is added to values before they are multiplied with it, or a bias. Products of codes
+// and scales are rounded before a bias is added, as in JAX.
+__device__ __forceinline__ float load_offset(const Matrices& d, const uint8_t* offset, int64_t at) {
+  if (d.offset_dtype != kU8) return load_scale(offset, at, d.offset_dtype);
+  return d.centre - static_cast<float>(__ldg(offset + at));
+}
+__device__ __forceinline__ float shifted(const Matrices& d, float v, float scale, float offset) {
+  return d.offset_dtype != kU8 ? __fadd_rn(__fmul_rn(v + d.centre, scale), offset) : (v + offset) * scale;
+}
+
 template <int FMT>
 __global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constant__ Book values) {
   __shared__ float book[16];
@@ -95,6 +105,7 @@ __global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constan
   const int64_t skipped = first_matrix(d.stack);
   const uint8_t* codes = d.codes + skipped * d.rows * d.row_bytes;
   const uint8_t* scale = d.scale + skipped * d.scale_rows * d.scale_cols * item_size(d.scale_dtype);
+  const uint8_t* offset = d.offset + skipped * d.scale_rows * d.scale_cols * item_size(d.offset_dtype);
   const int64_t pieces = (d.cols + 7) / 8, piece = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (piece >= pieces) return;
   const int64_t c = piece * 8;
@@ -111,7 +122,12 @@ __global__ void rows_kernel(const __grid_constant__ Rows r, const __grid_constan
     if (d.scale) {
       // All matrices lie one behind the other: rows count through.
       const int64_t at = (d.scale_rows > 1 ? row : d.count > 1 ? row / d.rows : 0) * d.scale_cols;
-      if (blocked || d.scale_cols == 1) {
+      if (d.offset) {
+        const int64_t here = row * d.scale_cols + block;
+        const float s = load_scale(scale, here, d.scale_dtype), more = load_offset(d, offset, here);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = shifted(d, v[e], s, more);
+      } else if (blocked || d.scale_cols == 1) {
         const float s = load_scale(scale, blocked ? row * d.scale_cols + block : at, d.scale_dtype);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] *= s;
@@ -149,23 +165,28 @@ __global__ void __launch_bounds__(256) matrix_kernel(const __grid_constant__ Row
   const int64_t skipped = first_matrix(d.stack);
   const uint8_t* codes = d.codes + skipped * d.rows * d.row_bytes + c / 8 * kEight<FMT>;
   const uint8_t* scales = d.scale + skipped * d.scale_rows * d.scale_cols * item_size(d.scale_dtype);
+  const uint8_t* offsets = d.offset + skipped * d.scale_rows * d.scale_cols * item_size(d.offset_dtype);
   const int64_t scale_column = d.block ? c / d.block : 0, scale_pitch = d.scale_rows == 1 && !d.block ? 0 : d.scale_cols;
 #pragma unroll 1
   for (int64_t first = blockIdx.y * blockDim.y + threadIdx.y; first < r.n; first += kAhead * step) {
     uint2 words[kAhead];
-    float scale[kAhead];
+    float scale[kAhead], offset[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       const int64_t row = min(first + u * step, r.n - 1);
       words[u] = load_eight<FMT>(codes + row * d.row_bytes);
       scale[u] = d.scale ? load_scale(scales, row * scale_pitch + scale_column, d.scale_dtype) : 1.f;
+      if (d.offset) offset[u] = load_offset(d, offsets, row * scale_pitch + scale_column);
     }
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       const int64_t row = first + u * step;
       float v[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = value_of<FMT>(words[u].x, words[u].y, i, book) * scale[u];
+      for (int i = 0; i < 8; ++i) {
+        v[i] = value_of<FMT>(words[u].x, words[u].y, i, book);
+        v[i] = d.offset ? shifted(d, v[i], scale[u], offset[u]) : v[i] * scale[u];
+      }
       const uint4 out = make_uint4(Pair<E>::pack(v[0], v[1]), Pair<E>::pack(v[2], v[3]), Pair<E>::pack(v[4], v[5]), Pair<E>::pack(v[6], v[7]));
       if (row < r.n) *reinterpret_cast<uint4*>(static_cast<uint8_t*>(r.y) + (row * d.cols + c) * 2) = out;
     }

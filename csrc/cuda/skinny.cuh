@@ -25,6 +25,7 @@ namespace eformer {
 struct SkinnyArgs {
   const uint8_t* codes;
   const uint8_t* scale;  // of whole rows
+  const uint8_t* offset;  // of blocks
   const uint8_t* x;
   void* y;
   int32_t m, rows, cols, row_bytes;
@@ -32,9 +33,11 @@ struct SkinnyArgs {
   uint32_t tiles_magic, groups_magic;    // 2^31 / tiles and 2^31 / groups, rounded up
   int32_t scale_cells, share_log;        // 16 bytes of scales per row; groups of 64 columns per block (logarithm)
   int32_t scale_dtype, row_scale, y_dtype;
+  int32_t offset_row, offset_pitch, offset_unit, offset_dtype;  // bytes of a row: stored, in shared memory, per copy
+  float centre;
   int32_t width_log;  // lanes of four that keep sums (logarithm)
   int64_t next_tile, next_chunk;  // bytes from a piece to the next one of its chunk, to the first one of the next chunk
-  int64_t codes_batch, scale_batch, x_batch, y_batch;
+  int64_t codes_batch, scale_batch, offset_batch, x_batch, y_batch;
   Stack stack;
   Book book;
   RoughBook rough_book;
@@ -53,22 +56,25 @@ struct SkinnyShape {
   static constexpr int kGroups = kInBlocks<FMT> ? KC / kGroup<FMT> : 1;  // sums with scales of their own
   static constexpr int kRing = kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kScales = kRing + WARPS * RING * kPiece;
-  // Behind the scales: the sums. A table of single values leaves 128 bytes free in every 256; those of four warps live
-  // there.
+  // Behind the scales: offsets of blocks, then the sums. A table of single values leaves 128 bytes free in every 256; those
+  // of four warps live there.
   static constexpr int kInTable = kInNibbles<FMT> && TERMS == 1 ? 4 : 0;
   static __host__ __device__ int scale_pitch(int cells) { return (cells | 1) * 16; }  // rows start in other banks
-  static __host__ __device__ int sums(int cells, int tiles) {
+  static __host__ __device__ int offsets(int cells, int tiles) {
     return kScales + (kInBlocks<FMT> ? tiles * 16 * scale_pitch(cells) : 0);
+  }
+  static __host__ __device__ int sums(int cells, int pitch, int tiles) {
+    return offsets(cells, tiles) + (kShifted<FMT> ? tiles * 16 * pitch : 0);
   }
   static __host__ __device__ int sum_bytes(int tiles, int width_log) { return tiles * NT * 128 << width_log; }
   static __host__ __device__ int width_log(int m) { return m <= 2 ? 0 : m <= 4 ? 1 : 2; }
-  static __host__ int shared_bytes(int tiles, int cells, int m) {
-    return sums(cells, tiles) + (WARPS - kInTable) * sum_bytes(tiles, width_log(m));
+  static __host__ int shared_bytes(int tiles, int cells, int pitch, int m) {
+    return sums(cells, pitch, tiles) + (WARPS - kInTable) * sum_bytes(tiles, width_log(m));
   }
   // Where eight lanes' shares of a warp's sums are: unit n of 128 bytes.
   static __device__ __forceinline__ int sum_unit(const SkinnyArgs& a, int warp, int n) {
     if (warp < kInTable) return ((warp * 64 + n) * 2 + 1) * 128;
-    return sums(a.scale_cells, a.tiles) + (warp - kInTable) * sum_bytes(a.tiles, a.width_log) + n * 128;
+    return sums(a.scale_cells, a.offset_pitch, a.tiles) + (warp - kInTable) * sum_bytes(a.tiles, a.width_log) + n * 128;
   }
   // Cells change places with the row, so that eight lanes that read a cell do not meet in a bank.
   static __device__ __forceinline__ int place(int row, int cell) {
@@ -80,14 +86,28 @@ struct SkinnyShape {
 // One element of the product without anything added to the weights, for what comes out infinite or NaN. It is slow.
 template <int FMT, class E>
 __device__ __noinline__ float exact(const SkinnyArgs& a, int first, int matrix, int row, int column) {
-  constexpr int kPerByte = FMT == kTernary ? 4 : 8;
+  [[maybe_unused]] constexpr int kPerByte = eformer::kPerByte<FMT>;
   const uint8_t* codes = a.codes + (first + matrix) * a.codes_batch + static_cast<int64_t>(row) * a.row_bytes;
   const E* x = reinterpret_cast<const E*>(a.x) + matrix * a.x_batch + static_cast<int64_t>(column) * a.cols;
   float sum = 0.f;
+  if constexpr (kShifted<FMT>) {
+    const int block = kGroup<FMT> << a.share_log;
+    const int64_t stored = first + matrix, at = static_cast<int64_t>(row) * ceil_div(a.cols, block);
+    const uint8_t *scale = a.scale + stored * a.scale_batch, *offset = a.offset + stored * a.offset_batch;
 #pragma unroll 1
-  for (int k = 0; k < a.cols; ++k) {
-    const int field = codes[k / kPerByte] >> (8 / kPerByte * (kPerByte - 1 - k % kPerByte)) & (FMT == kTernary ? 3 : 1);
-    sum += static_cast<float>(x[k]) * static_cast<float>(FMT == kTernary ? field - 1 : 2 * field - 1);
+    for (int k = 0; k < a.cols; ++k) {  // bytes have their centre subtracted
+      const float s = load_float(scale, at + k / block, a.scale_dtype);
+      const float code = static_cast<float>(kPerByte == 1 ? codes[k] ^ 128 : codes[k / 2] >> (k % 2 ? 0 : 4) & 15);
+      const float value = a.offset_dtype != kU8 ? fmaf(code, s, load_float(offset, at + k / block, a.offset_dtype))
+                                         : (code - static_cast<float>(offset[at + k / block])) * s;
+      sum += static_cast<float>(x[k]) * value;
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < a.cols; ++k) {
+      const int field = codes[k / kPerByte] >> (8 / kPerByte * (kPerByte - 1 - k % kPerByte)) & (FMT == kTernary ? 3 : 1);
+      sum += static_cast<float>(x[k]) * static_cast<float>(FMT == kTernary ? field - 1 : 2 * field - 1);
+    }
   }
   return sum;
 }
@@ -113,6 +133,8 @@ struct SkinnyWarp {
   float start[kBiased ? NT : 1][4];  // what sums start from
   float back[kConverted ? NT : 1][2];  // undoes what this lane's two columns of sums were multiplied by
   uint32_t scale_at[S::kGroups];     // in shared memory, of the first tile
+  uint32_t offset_at, first_group;   // likewise, of the row; of the chunk
+  float x_sums[kShifted<FMT> ? NT : 1][S::kGroups][2];  // over a group, of this lane's two columns
 
   __device__ __forceinline__ int matrix_of(int index) const { return __umulhi(2 * index, a.groups_magic); }
   // The last group of a matrix moves up where it would reach beyond the end; what two groups have in common is equal.
@@ -197,6 +219,20 @@ struct SkinnyWarp {
   // Puts x into the order of the decoded pairs: fields are decoded where they stand, partners are half a word apart.
   __device__ __forceinline__ void take_x() {
     if constexpr (kConverted) to_half();
+    if constexpr (kShifted<FMT>) {
+      constexpr int kPer = S::kCells / S::kGroups * S::kSteps;
+      constexpr uint32_t kOnes = Pair<Operand>::kOne * 0x00010001u;
+      const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int j = 0; j < S::kGroups; ++j) {
+          float sum[4] = {};
+#pragma unroll
+          for (int step = j * kPer; step < (j + 1) * kPer; ++step) mma<Operand>(sum, ones, b[n][2 * step], b[n][2 * step + 1]);
+          x_sums[n][j][0] = sum[0], x_sums[n][j][1] = sum[1];
+        }
+    }
     if constexpr (kBiased) {
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -235,6 +271,16 @@ struct SkinnyWarp {
 #pragma unroll 1
       for (int cell = lane; cell < a.scale_cells; cell += 32)
         copy_async16(dst + row * pitch + cell * 16, src + (row * a.scale_cells + cell) * 16);
+    if constexpr (kShifted<FMT>) {
+      const uint8_t* matrix = a.offset + (first_stored + matrix_of(index)) * a.offset_batch;
+      const uint8_t* from = matrix + static_cast<int64_t>(row0) * a.offset_row;
+      const uint32_t to = shared_address(shared) + S::offsets(a.scale_cells, a.tiles);
+#pragma unroll 1
+      for (int row = warp; row < a.tiles * 16; row += WARPS)
+#pragma unroll 1
+        for (int at = lane * a.offset_unit; at < a.offset_row; at += 32 * a.offset_unit)
+          copy_async(to + row * a.offset_pitch + at, from + row * a.offset_row + at, a.offset_unit);
+    }
     commit_copies();
   }
   __device__ __forceinline__ void find_scales(int c) {
@@ -243,6 +289,10 @@ struct SkinnyWarp {
       for (int j = 0; j < S::kGroups; ++j)
         scale_at[j] = shared_address(shared) + S::kScales + g * S::scale_pitch(a.scale_cells) +
                       ((c * S::kGroups + j) >> a.share_log) * item_size(a.scale_dtype);
+    }
+    if constexpr (kShifted<FMT>) {
+      first_group = c * S::kGroups;
+      offset_at = shared_address(shared) + S::offsets(a.scale_cells, a.tiles) + g * a.offset_pitch;
     }
   }
   // Of rows g and g + 8 of tile i.
@@ -263,6 +313,51 @@ struct SkinnyWarp {
           f[h][j] = __uint_as_float(a.scale_dtype == kF32 ? bits : half);
         }
       }
+    }
+  }
+
+  // What the same rows have beyond (code - centre) * scale. A byte becomes a float as the last bits of 2^23.
+  __device__ __forceinline__ void load_offsets(float (&f)[2][S::kGroups], const float (&scale)[2][S::kGroups], int i) const {
+    const float top = 8388608.f + a.centre;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t row = offset_at + (i * 16 + h * 8) * a.offset_pitch;
+      const bool plain = a.share_log == 0 && S::kGroups % 4 == 0;
+      if (a.offset_dtype != kU8) {
+        if (plain && a.offset_dtype == kF32) {
+#pragma unroll
+          for (int j = 0; j + 3 < S::kGroups; j += 4)
+            load_shared4(f[h][j], f[h][j + 1], f[h][j + 2], f[h][j + 3], row + (first_group + j) * 4);
+        } else {
+#pragma unroll
+          for (int j = 0; j < S::kGroups; ++j) {
+            const uint32_t at = row + ((first_group + j) >> a.share_log) * item_size(a.offset_dtype), bits = load_shared(at & ~3u);
+            const uint32_t half = at & 2 ? bits >> 16 : bits & 0xFFFF;
+            f[h][j] = __uint_as_float(a.offset_dtype == kF32 ? bits : half << 16);
+            if (a.offset_dtype == kF16) f[h][j] = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < S::kGroups; ++j) f[h][j] = fmaf(a.centre, scale[h][j], f[h][j]);
+        continue;
+      }
+      uint32_t zero[S::kGroups];
+      if (plain) {
+#pragma unroll
+        for (int j = 0; j + 3 < S::kGroups; j += 4) {
+          const uint32_t four = load_shared(row + first_group + j);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) zero[j + e] = __byte_perm(four, 0x4B000000u, 0x7440 + e);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < S::kGroups; ++j) {
+          const uint32_t at = (first_group + j) >> a.share_log;
+          zero[j] = __byte_perm(load_shared(row + (at & ~3u)), 0x4B000000u, 0x7440 + (at & 3));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < S::kGroups; ++j) f[h][j] = (top - __uint_as_float(zero[j])) * scale[h][j];
     }
   }
 
@@ -303,6 +398,8 @@ struct SkinnyWarp {
     if constexpr (kInBlocks<FMT>) {
       float factor[2][S::kGroups];
       load_scales(factor, i);
+      float more[2][S::kGroups];
+      if constexpr (kShifted<FMT>) load_offsets(more, factor, i);
       constexpr int kPer = S::kCells / S::kGroups * S::kSteps;
 #pragma unroll
       for (int j = 0; j < S::kGroups; ++j) {
@@ -315,6 +412,7 @@ struct SkinnyWarp {
           for (int e = 0; e < 4; ++e) {
             const float scaled = part[n][e] * factor[e >> 1][j];
             sum[n][e] = j ? fmaf(part[n][e], factor[e >> 1][j], sum[n][e]) : scaled;
+            if constexpr (kShifted<FMT>) sum[n][e] = fmaf(more[e >> 1][j], x_sums[n][j][e & 1], sum[n][e]);
           }
       }
       if constexpr (kConverted) {
@@ -416,7 +514,9 @@ struct SkinnyWarp {
         v.z += __shfl_xor_sync(~0u, v.z, d), v.w += __shfl_xor_sync(~0u, v.w, d);
       }
       float total = part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w;
-      if (kBiased && e.column < a.m && e.row < a.rows && !isfinite(total)) total = exact<FMT, E>(a, first_stored, e.matrix, e.row, e.column);
+      if constexpr (kBiased || kShifted<FMT>) {
+        if (e.column < a.m && e.row < a.rows && !isfinite(total)) total = exact<FMT, E>(a, first_stored, e.matrix, e.row, e.column);
+      }
       const int64_t at = e.matrix * a.y_batch + static_cast<int64_t>(e.column) * a.rows + e.row;
       if (e.column < a.m && e.row < a.rows) store_float(a.y, at, a.y_dtype, total * factor);
     }

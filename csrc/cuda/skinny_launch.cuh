@@ -12,11 +12,11 @@ namespace eformer {
 
 // The tiles a block takes at a time, so that the multiprocessors end together; 0 where shared memory is too small.
 template <class S>
-int skinny_tiles(const Product& p, int cells, const Device& device) {
+int skinny_tiles(const Product& p, int cells, int pitch, const Device& device) {
   int best = 0;
   double least = 0;
   for (int tiles = 1; tiles <= S::kMostTiles && tiles * 16 <= p.d.rows; ++tiles) {
-    if (S::shared_bytes(tiles, cells, static_cast<int>(p.m)) > device.shared_bytes) break;
+    if (S::shared_bytes(tiles, cells, pitch, static_cast<int>(p.m)) > device.shared_bytes) break;
     const int64_t groups = ceil_div<int64_t>(p.d.rows, tiles * 16) * p.d.count;
     const double cost = static_cast<double>(ceil_div<int64_t>(groups, device.multiprocessors)) * (tiles + 0.5);
     if (best == 0 || cost < least) best = tiles, least = cost;
@@ -43,7 +43,15 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   }
   SkinnyArgs a{};
   a.scale_cells = kInBlocks<FMT> ? static_cast<int32_t>(scale_row / 16) : 0, a.share_log = share_log;
-  a.tiles = skinny_tiles<S>(p, a.scale_cells, device);
+  if constexpr (kShifted<FMT>) {
+    const int64_t row = d.scale_cols * item_size(d.offset_dtype);
+    const uint64_t there = static_cast<uint64_t>(row) | reinterpret_cast<uintptr_t>(d.offset);
+    if (there % 4) return cudaErrorNotSupported;
+    a.offset = d.offset, a.offset_dtype = d.offset_dtype, a.centre = d.centre;
+    a.offset_row = static_cast<int32_t>(row), a.offset_unit = there % 16 == 0 ? 16 : there % 8 == 0 ? 8 : 4;
+    a.offset_pitch = S::scale_pitch(static_cast<int>(ceil_div<int64_t>(row, 16))), a.offset_batch = d.scale_rows * row;
+  }
+  a.tiles = skinny_tiles<S>(p, a.scale_cells, a.offset_pitch, device);
   if (a.tiles == 0) return cudaErrorNotSupported;
   const int64_t groups = ceil_div<int64_t>(d.rows, a.tiles * 16);
   constexpr int64_t kMost = int64_t{1} << 31;
@@ -65,7 +73,7 @@ cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& d
   static std::atomic<uint64_t> allowed{0};
   if (cudaError_t e = allow_shared(kernel, device, device.shared_bytes, &allowed)) return e;
   const int blocks = a.total < device.multiprocessors ? a.total : device.multiprocessors;
-  kernel<<<blocks, S::kThreads, S::shared_bytes(a.tiles, a.scale_cells, a.m), stream>>>(a);
+  kernel<<<blocks, S::kThreads, S::shared_bytes(a.tiles, a.scale_cells, a.offset_pitch, a.m), stream>>>(a);
   return cudaGetLastError();
 }
 

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
     const int role = warp - G * 4;
     if (role == 0 && lane == 0) block.load_codes();
     if (role == 1 && lane == 0) block.load_x();
-    if constexpr (kInNibbles<FMT>) {
+    if constexpr (kInBlocks<FMT>) {
       if (role >= 2) block.load_scales(threadIdx.x - G * 128 - 64);
     }
     __syncwarp();
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
     if constexpr (kInNibbles<FMT>) {
       if constexpr (kRough<FMT, E, TERMS>) {
         fill_rough_table<G * 128>(shared, threadIdx.x, a.rough_book.v[threadIdx.x & 15]);
-      } else if constexpr (FMT == kNf4) {
+      } else if constexpr (kInFloat32<FMT>) {
         fill_wide_table(shared, threadIdx.x, G * 128, a.book.v[threadIdx.x & 15]);
       } else {
         fill_table<E, G * 128, 1>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);

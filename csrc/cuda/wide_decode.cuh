@@ -33,10 +33,14 @@ struct WideStage {
   // and group of outs, those of two neighbours along the depth side by side. They are made in pieces of kScales. Those of
   // NF4 are float32. Others are sums of two bf16, which stand side by side; axpy, both of two neighbours, then the rest.
   static constexpr int kScales = (FORM == kDot ? kDeep : kAllOuts) / kGroup<FMT>;
-  static constexpr int kScaleRows = kInNibbles<FMT> ? (FORM == kDot ? kAllOuts : kDeep) : 0;
+  static constexpr int kScaleRows = kInBlocks<FMT> ? (FORM == kDot ? kAllOuts : kDeep) : 0;
   static constexpr int kScaleBytes = kScaleRows * kScales * 4;
   // As they are stored, the copy engine brings them in whole 16 bytes.
   static constexpr int kRawRow = kScales * 4 < 16 ? 16 : kScales * 4, kRawBytes = kScaleRows * kRawRow;
+  // With an offset, behind the scales, in the same order: what is added to values before they are multiplied, in bf16, or
+  // to the products, in float32. Stored ones come in 16 bytes.
+  static constexpr int kShiftBytes = !kShifted<FMT> ? 0 : kInFloat32<FMT> ? kScaleBytes : kScaleBytes / 2;
+  static constexpr int kRawShiftBytes = kShifted<FMT> ? kScaleRows * 16 : 0;
   // Loading the words of the next step early pays where they are many and no table is waited for.
   static constexpr bool kAhead = kInBytes<FMT>;
 };
@@ -58,11 +62,10 @@ __device__ __forceinline__ float2 load_floats(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
   return v;
 }
-// Two values of NF4, as float32 in the table, times their scales: rounded once, as a decoded matrix is. TERMS = 2: the
-// sum of two bf16. The first is cut off, and the second made no zero, for both to have the sign of the value.
+// Two products of values of NF4, as float32 in the table, and their scales: rounded once, as a decoded matrix is. TERMS = 2:
+// the sum of two bf16. The first is cut off, and the second made no zero, for both to have the sign of the value.
 template <class E, int TERMS>
-__device__ __forceinline__ void scaled(uint32_t& first, uint32_t& second, float2 value, float low, float high) {
-  const float l = value.x * low, h = value.y * high;
+__device__ __forceinline__ void rounded(uint32_t& first, uint32_t& second, float l, float h) {
   if constexpr (TERMS == 1) {
     first = Pair<E>::pack(l, h);
   } else {
@@ -82,6 +85,9 @@ __device__ __forceinline__ uint32_t scaled_rough(uint32_t value, float low, floa
 __device__ __forceinline__ uint32_t scaled_exact(uint32_t value, uint32_t scale, uint32_t rest) {
   return Pair<__nv_bfloat16>::fma(value, scale, Pair<__nv_bfloat16>::mul(value, rest));
 }
+__device__ __forceinline__ uint32_t added(uint32_t value, uint32_t shift) {
+  return Pair<__nv_bfloat16>::fma(value, Pair<__nv_bfloat16>::kOne * 0x00010001u, shift);
+}
 template <int FMT, class E, int TERMS>
 constexpr bool kRough = FMT == kNf4 && TERMS == 1 && item_kind<E> == kBf16;
 // Fields of WIDTH bits in both halves of a register: (field | 2^n) * factor - bias.
@@ -99,8 +105,8 @@ template <class E>
 constexpr uint32_t kByteMagic = item_kind<E> == kBf16 ? 0x43004300u : 0x64806480u;
 template <class E, int FMT>
 __device__ __forceinline__ uint32_t bytes_to_floats(uint32_t r, uint32_t magic) {
-  if constexpr (FMT != kInt8) {
-    return float8_to_floats<E, FMT>(r);
+  if constexpr (kPlain<FMT> != kInt8) {
+    return float8_to_floats<E, kPlain<FMT>>(r);
   } else if constexpr (item_kind<E> == kBf16) {  // 128 + low seven bits, minus 128 or (sign bit set) 256
     return Pair<E>::fma((r & 0x00800080u) | magic, 0xBF80BF80u, (r & 0x007F007Fu) | magic);
   } else {
@@ -119,7 +125,7 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
   static constexpr int kWords = FMT == kBinary ? 2 : kChunks ? 4 * kChunks : 4;  // per row and step
   struct Words {
     uint32_t w[2][kWords];  // rows g and g + 8
-    uint32_t scale[2][kGroups];
+    uint32_t scale[2][kGroups], shift[2][kGroups];  // of shifts in bf16 the first word has both
   };
   uint32_t table, lane_at, select, rotate, row, g;
   uint32_t magic, factor, bias;  // of integers in a float's low bits
@@ -130,9 +136,9 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
   __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
     const uint32_t t = lane % 4;
     g = lane / 4, row = side * 64 + warp * 16 + g;
-    table = table_at, lane_at = lane * (FMT == kNf4 && !kRough<FMT, E, TERMS> ? 8 : 4);
+    table = table_at, lane_at = lane * (kInFloat32<FMT> && !kRough<FMT, E, TERMS> ? 8 : 4);
     select = kInNibbles<FMT> ? 0x5504 | t << 4
-             : FMT == kInt8 ? (2 * t) | (2 * t + 1) << 8
+             : kPlain<FMT> == kInt8 ? (2 * t) | (2 * t + 1) << 8
                             : (2 * t) | (2 * t + 1) << 4;
     rotate = FMT == kTernary ? 8 * (t / 2) + (t % 2 ? 0 : 4) : (36 - 2 * t) % 32;
     magic = load_word(constants), factor = load_word(constants + 4), bias = load_word(constants + 8);
@@ -142,9 +148,18 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t r = row + h * 8;
-      if constexpr (kInNibbles<FMT>) {
+      if constexpr (kInBlocks<FMT>) {
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) v.scale[h][i] = load_word(scales + (r * S::kScales + stage * kGroups + i) * 4);
+        for (int i = 0; i < kGroups; ++i) {
+          const uint32_t at = (r * S::kScales + stage * kGroups + i) * 4;
+          v.scale[h][i] = load_word(scales + at);
+          if constexpr (kShifted<FMT> && kInFloat32<FMT>) {
+            v.shift[h][i] = load_word(scales + S::kScaleBytes + at);
+          } else if constexpr (kShifted<FMT>) {
+            static_assert(kGroups == 2, "two in a word");
+            if (i == 0) v.shift[h][0] = load_word(scales + S::kScaleBytes + at / 2);
+          }
+        }
       }
       if constexpr (kInNibbles<FMT> || kInBytes<FMT>) {
         constexpr int kPerBox = 8 / kChunks;  // steps in a box
@@ -159,15 +174,22 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
       }
     }
   }
-  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, uint32_t scale) const {
+  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, uint32_t scale, uint32_t shift) const {
     const uint32_t at = table + __byte_perm(word, lane_at, select);
     const float factor = __uint_as_float(scale);
-    if constexpr (FMT != kNf4) {
-      a = scaled_exact(load_word(at), __byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232));
+    if constexpr (!kInFloat32<FMT>) {
+      const uint32_t value = kShifted<FMT> ? added(load_word(at), shift) : load_word(at);
+      a = scaled_exact(value, __byte_perm(scale, 0, 0x1010), __byte_perm(scale, 0, 0x3232));
     } else if constexpr (kRough<FMT, E, TERMS>) {
       a = scaled_rough<E>(load_word(at), factor, factor);
     } else {
-      scaled<E, TERMS>(a, rest, load_floats(at), factor, factor);
+      const float2 value = load_floats(at);
+      if constexpr (kShifted<FMT>) {
+        const float more = __uint_as_float(shift);
+        rounded<E, TERMS>(a, rest, fmaf(value.x, factor, more), fmaf(value.y, factor, more));
+      } else {
+        rounded<E, TERMS>(a, rest, value.x * factor, value.y * factor);
+      }
     }
   }
   __device__ __forceinline__ uint32_t fields(uint32_t halves) const {
@@ -180,11 +202,19 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
       for (int k = 0; k < 4; ++k) {  // 16 columns each
         uint32_t &left = a[0][4 * k + h], &right = a[0][4 * k + 2 + h];
         if constexpr (kInNibbles<FMT>) {
-          look_up(left, a[TERMS - 1][4 * k + h], v.w[h][2 * k], v.scale[h][k * kGroups / 4]);
-          look_up(right, a[TERMS - 1][4 * k + 2 + h], v.w[h][2 * k + 1], v.scale[h][k * kGroups / 4]);
+          const int group = k * kGroups / 4;
+          constexpr bool kTwo = kShifted<FMT> && !kInFloat32<FMT>;  // in a word
+          const uint32_t shift = kTwo ? __byte_perm(v.shift[h][0], 0, group ? 0x3232 : 0x1010) : v.shift[h][group];
+          look_up(left, a[TERMS - 1][4 * k + h], v.w[h][2 * k], v.scale[h][group], shift);
+          look_up(right, a[TERMS - 1][4 * k + 2 + h], v.w[h][2 * k + 1], v.scale[h][group], shift);
         } else if constexpr (kInBytes<FMT>) {
           left = bytes_to_floats<E, FMT>(__byte_perm(v.w[h][4 * k], v.w[h][4 * k + 1], select), magic);
           right = bytes_to_floats<E, FMT>(__byte_perm(v.w[h][4 * k + 2], v.w[h][4 * k + 3], select), magic);
+          if constexpr (kInByteBlocks<FMT>) {
+            const uint32_t scale = v.scale[h][k * kGroups / 4];
+            const uint32_t most = __byte_perm(scale, 0, 0x1010), rest = __byte_perm(scale, 0, 0x3232);
+            left = scaled_exact(left, most, rest), right = scaled_exact(right, most, rest);
+          }
         } else if constexpr (FMT == kTernary) {
           const uint32_t w = __funnelshift_r(v.w[h][k], v.w[h][k], rotate);
           left = fields(__byte_perm(w, 0, 0x4040)), right = fields(__byte_perm(w, 0, 0x4242));
@@ -203,7 +233,7 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   static constexpr int kDepths = 4 / S::kTiles;  // of 16, in a step
   struct Words {
     uint32_t w[kDepths][4];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
-    uint2 scale[kDepths][2];
+    uint2 scale[kDepths][2], shift[kDepths][2];
   };
   uint32_t table, lane_at, even, odd;  // places of rows 2t and 2t + 1 of a stage
   uint32_t scale_at, up, magic;
@@ -221,7 +251,7 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
     const uint32_t t = lane % 4, g = lane / 4;
     constexpr uint32_t kLane = 2 * S::kTiles;  // outs
     table = table_at, up = g % 2 * 4, magic = load_word(constants);
-    lane_at = lane * (FMT == kNf4 && !kRough<FMT, E, TERMS> ? 8 : 4);
+    lane_at = lane * (kInFloat32<FMT> && !kRough<FMT, E, TERMS> ? 8 : 4);
     scale_at = (t * S::kScales + (side * S::kOuts + warp * 8 * kLane) / kGroup<FMT>) * 8;
     const uint32_t byte = (side * S::kOuts + (warp * 8 + g) * kLane) / S::kPerByte, chunk = byte % S::kBoxBytes >> 4;
     const uint32_t box = byte / S::kBoxBytes * S::kDeep * S::kBoxBytes + byte % 16;
@@ -246,24 +276,38 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
       for (int i = 0; i < 4; ++i) {
         const uint32_t deep = stage * 64 + part * 32 + d * 16 + i % 2 * 8;
         v.w[d][i] = load_some(codes + (i < 2 ? even : odd) + deep * S::kBoxBytes);
-        if constexpr (kInNibbles<FMT>) {
+        if constexpr (kInBlocks<FMT>) {
           if (i < 2) {
             const float2 two = load_floats(scales + scale_at + deep / 2 * S::kScales * 8);
             v.scale[d][i] = make_uint2(__float_as_uint(two.x), __float_as_uint(two.y));
+            if constexpr (kShifted<FMT>) {
+              const uint32_t at = scale_at + deep / 2 * S::kScales * 8;
+              if constexpr (kInFloat32<FMT>) {
+                const float2 more = load_floats(scales + S::kScaleBytes + at);
+                v.shift[d][i] = make_uint2(__float_as_uint(more.x), __float_as_uint(more.y));
+              } else {
+                v.shift[d][i].x = load_word(scales + S::kScaleBytes + at / 2);
+              }
+            }
           }
         }
       }
     }
   }
-  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, int byte, uint2 scale) const {
+  __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, int byte, uint2 scale, uint2 shift) const {
     const uint32_t at = table + __byte_perm(word, lane_at, 0x5504 | byte << 4);
     const float low = __uint_as_float(scale.x), high = __uint_as_float(scale.y);
-    if constexpr (FMT != kNf4) {
-      a = scaled_exact(load_word(at), scale.x, scale.y);
+    if constexpr (!kInFloat32<FMT>) {
+      a = scaled_exact(kShifted<FMT> ? added(load_word(at), shift.x) : load_word(at), scale.x, scale.y);
     } else if constexpr (kRough<FMT, E, TERMS>) {
       a = scaled_rough<E>(load_word(at), low, high);
     } else {
-      scaled<E, TERMS>(a, rest, load_floats(at), low, high);
+      const float2 value = load_floats(at);
+      if constexpr (kShifted<FMT>) {
+        rounded<E, TERMS>(a, rest, fmaf(value.x, low, __uint_as_float(shift.x)), fmaf(value.y, high, __uint_as_float(shift.y)));
+      } else {
+        rounded<E, TERMS>(a, rest, value.x * low, value.y * high);
+      }
     }
   }
   // One tile, 4 times 16 deep, of a format of 4 bits. A lane has two outs: a byte of every row.
@@ -275,8 +319,8 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
         const uint32_t e = v.w[d][h], o = v.w[d][2 + h];
         const int to = 4 * d + 2 * h;
         const uint32_t high = (e & 0xF0u) | (o >> 4), low = (e << 4) | (o & 0x0Fu);
-        look_up(a[0][to], a[TERMS - 1][to], high, 0, v.scale[d][h]);
-        look_up(a[0][to + 1], a[TERMS - 1][to + 1], low, 0, v.scale[d][h]);
+        look_up(a[0][to], a[TERMS - 1][to], high, 0, v.scale[d][h], v.shift[d][h]);
+        look_up(a[0][to + 1], a[TERMS - 1][to + 1], low, 0, v.scale[d][h], v.shift[d][h]);
       }
     }
   }
@@ -306,16 +350,21 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            look_up(to[4 * i + 2 * h], rest[4 * i + 2 * h], high, i + 2 * h, v.scale[d][h]);
-            look_up(to[4 * i + 2 * h + 1], rest[4 * i + 2 * h + 1], low, i + 2 * h, v.scale[d][h]);
+            look_up(to[4 * i + 2 * h], rest[4 * i + 2 * h], high, i + 2 * h, v.scale[d][h], v.shift[d][h]);
+            look_up(to[4 * i + 2 * h + 1], rest[4 * i + 2 * h + 1], low, i + 2 * h, v.scale[d][h], v.shift[d][h]);
           }
         }
       } else if constexpr (kInBytes<FMT>) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint32_t select = i | (4 + i) << (FMT == kInt8 ? 8 : 4);
-          to[i / 2 * 4 + i % 2] = bytes_to_floats<E, FMT>(__byte_perm(e0, o0, select), magic);
-          to[i / 2 * 4 + i % 2 + 2] = bytes_to_floats<E, FMT>(__byte_perm(e8, o8, select), magic);
+          const uint32_t select = i | (4 + i) << (kPlain<FMT> == kInt8 ? 8 : 4);
+          uint32_t &first = to[i / 2 * 4 + i % 2], &second = to[i / 2 * 4 + i % 2 + 2];
+          first = bytes_to_floats<E, FMT>(__byte_perm(e0, o0, select), magic);
+          second = bytes_to_floats<E, FMT>(__byte_perm(e8, o8, select), magic);
+          if constexpr (kInByteBlocks<FMT>) {
+            first = scaled_exact(first, v.scale[d][0].x, v.scale[d][0].y);
+            second = scaled_exact(second, v.scale[d][1].x, v.scale[d][1].y);
+          }
         }
       } else {
         uint32_t word = __byte_perm(__byte_perm(e0, e8, 0x0040), __byte_perm(o0, o8, 0x0040), 0x5410);

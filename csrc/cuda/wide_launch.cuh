@@ -23,7 +23,7 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
   a.m = static_cast<int32_t>(p.m), a.outs = static_cast<int32_t>(outs);
   a.scale_rows = static_cast<int32_t>(d.scale_rows), a.scale_cols = static_cast<int32_t>(d.scale_cols), a.block = d.block;
   a.scale_dtype = d.scale_dtype, a.y_dtype = p.y_dtype;
-  a.out_scale = kInNibbles<FMT> || !d.scale ? 0 : d.scale_rows * d.scale_cols == 1 ? 2 : 1;
+  a.out_scale = kInBlocks<FMT> || !d.scale ? 0 : d.scale_rows * d.scale_cols == 1 ? 2 : 1;
   a.scale_batch = d.scale ? d.scale_rows * d.scale_cols * item_size(d.scale_dtype) : 0;
   a.y_batch = p.m * outs, a.stack = d.stack;
   if constexpr (kInNibbles<FMT>) a.book = book_of(d.fmt), a.rough_book = rough_book();
@@ -34,13 +34,24 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
   const Boxes codes{d.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {bytes, rows, stored_in(d)}, {bytes, bytes * rows}, {kBox, kRows, 1},
                     kBox == 16 ? 0 : static_cast<int>(kBox)};
   const Boxes x{p.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, {width, m, count}, {width * 2, width * 2 * m}, {64, N, 1}, 128};
-  if constexpr (kInNibbles<FMT>) {
+  if constexpr (kInBlocks<FMT>) {
     while (kGroup<FMT> << a.share_log < d.block) ++a.share_log;
     const uint32_t item = item_size(d.scale_dtype);
     const uint64_t columns = d.scale_cols;
     const Boxes scale{d.scale, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
                       {columns, rows, stored_in(d)}, {columns * item, columns * item * rows}, {S::kRawRow / item, S::kScaleRows, 1}, 0};
     a.boxed = kGroup<FMT> << a.share_log == d.block && make_tensor_map(&a.scale_map, scale);
+    if constexpr (kShifted<FMT>) {
+      const uint64_t size = item_size(d.offset_dtype);
+      a.offset = d.offset, a.offset_dtype = d.offset_dtype, a.centre = d.centre;
+      a.offset_batch = d.scale_rows * d.scale_cols * size;
+      const auto kind = size == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                        : size == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                    : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+      const Boxes offset{d.offset, kind, {columns, rows, stored_in(d)},
+                         {columns * size, columns * size * rows}, {static_cast<uint32_t>(16 / size), S::kScaleRows, 1}, 0};
+      a.boxed = a.boxed && make_tensor_map(&a.offset_map, offset);
+    }
   }
   if (!make_tensor_map(&a.codes_map, codes) || !make_tensor_map(&a.x_map, x)) return cudaErrorNotSupported;
   auto* kernel = &wide_kernel<FMT, E, FORM, N, G, D, TERMS>;

@@ -7,16 +7,19 @@
 namespace eformer {
 
 struct WideArgs {
-  CUtensorMap codes_map, x_map, scale_map;
+  CUtensorMap codes_map, x_map, scale_map, offset_map;
   const uint8_t* scale;
+  const uint8_t* offset;
   void* y;
   int32_t m, outs;
-  int32_t scale_rows, scale_cols, block;   // of the formats of 4 bits
+  int32_t scale_rows, scale_cols, block;   // of formats in blocks
   int32_t scale_dtype, out_scale, y_dtype;  // out_scale: 0 none, 1 one per out, 2 one for all
   int32_t boxed, share_log;                // the copy engine fetches scales; groups of values per block (logarithm)
   int32_t m_chunks, stages, stages_per_split;
   int32_t first_tile;                      // of this launch
-  int64_t scale_batch, y_batch;
+  int32_t offset_dtype;
+  float centre;
+  int64_t scale_batch, offset_batch, y_batch;
   Stack stack;
   Book book;
   RoughBook rough_book;
@@ -31,10 +34,10 @@ struct WideShape {
   static constexpr int kTable = kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kX = N * 128;
   static constexpr int kCodes = S::kBytes;
-  static constexpr int kScales = S::kScaleBytes, kRaw = S::kRawBytes;
+  static constexpr int kScales = S::kScaleBytes + S::kShiftBytes, kRaw = S::kRawBytes + S::kRawShiftBytes;
   static constexpr int kStage = kCodes + kScales + kRaw;
   static constexpr int kRing = 222 * 1024 - kTable;
-  static constexpr int kCodeStages = kRing >= 4 * kStage + 4 * kX ? 4 : kRing >= 3 * kStage + 3 * kX ? 3 : 2;
+  static constexpr int kCodeStages = kRing >= 4 * kStage + (kShifted<FMT> ? 6 : 4) * kX ? 4 : kRing >= 3 * kStage + 3 * kX ? 3 : 2;
   static constexpr int kXMost = 8;
   static constexpr int kXLeft = (kRing - kCodeStages * kStage) / kX;
   static constexpr int kXStages = kXLeft > kXMost ? kXMost : kXLeft;
@@ -80,7 +83,7 @@ struct WideLoader {
     full_c = empty_x + W::kXStages, empty_c = full_c + W::kCodeStages, full_r = empty_c + W::kCodeStages;
     if (threadIdx.x == 0) {
       for (int i = 0; i < W::kXStages; ++i) barrier_init(&full_x[i], 1), barrier_init(&empty_x[i], W::kSides * 4);
-      constexpr int kSources = kInNibbles<FMT> ? 65 : 1;  // the copy engine, and two warps with scales
+      constexpr int kSources = kInBlocks<FMT> ? 65 : 1;  // the copy engine, and two warps with scales
       for (int i = 0; i < W::kCodeStages; ++i) {
         barrier_init(&full_c[i], kSources), barrier_init(&empty_c[i], G * 128), barrier_init(&full_r[i], 1);
       }
@@ -89,6 +92,7 @@ struct WideLoader {
     }
   }
 
+  __device__ __forceinline__ int offset_size() const { return item_size(a.offset_dtype); }
   // In a row of scales, of a stage.
   __device__ __forceinline__ int first_scale(int stage) const {
     return (FORM == kDot ? stage * S::kDeep : out0) / kGroup<FMT> >> a.share_log;
@@ -99,11 +103,16 @@ struct WideLoader {
 #pragma unroll 1
     for (int stage = first; stage < last; ++stage, ring.next()) {
       barrier_wait(&empty_c[ring.slot], ring.phase ^ 1);
-      if constexpr (kInNibbles<FMT>) {
+      if constexpr (kInBlocks<FMT>) {
         if (a.boxed) {
           const int at = first_scale(stage) & -(16 / item_size(a.scale_dtype));  // boxes begin at whole 16 bytes
           barrier_arrive_expecting(&full_r[ring.slot], W::kRaw);
           copy_box(raw_at(ring.slot), &a.scale_map, at, FORM == kDot ? out0 : stage * S::kDeep, stored, &full_r[ring.slot]);
+          if constexpr (kShifted<FMT>) {
+            const int from = first_scale(stage) & -(16 / offset_size());
+            copy_box(raw_at(ring.slot) + S::kRawBytes, &a.offset_map, from, FORM == kDot ? out0 : stage * S::kDeep, stored,
+                     &full_r[ring.slot]);
+          }
         }
       }
       barrier_arrive_expecting(&full_c[ring.slot], W::kCodes);
@@ -127,10 +136,49 @@ struct WideLoader {
     }
   }
 
-  // Some scales in a row of the stored matrix, one for every group of values.
+  // Some scales in a row of the stored matrix, one for every group of values. With them, `shift`: zero points in bytes, or
+  // float32 that are added behind the multiplication.
+  static constexpr int kShiftWords = !kShifted<FMT> ? 1 : kInFloat32<FMT> ? S::kScales : S::kScales / 4;
   struct Scales {
     float v[S::kScales];
+    uint32_t shift[kShiftWords];
   };
+  __device__ __forceinline__ uint32_t shift_of(uint32_t zero, float scale) const {
+    return __float_as_uint((a.centre - static_cast<float>(zero)) * scale);
+  }
+  __device__ __forceinline__ uint32_t shift_of(float bias, float scale) const { return __float_as_uint(fmaf(a.centre, scale, bias)); }
+  // As unpacked().
+  template <int LOG>
+  __device__ __forceinline__ void unpack_shifts(Scales& s, const uint32_t (&raw)[4]) const {
+    if constexpr (kInFloat32<FMT>) {
+      static_assert(S::kScales <= 4, "16 bytes");
+#pragma unroll
+      for (int j = 0; j < S::kScales; ++j) {
+        const int at = j >> LOG;
+        const uint32_t half = raw[at / 2] >> (at % 2 * 16) & 0xFFFF;
+        s.shift[j] = shift_of(raw[0] >> (at * 8) & 0xFF, s.v[j]);
+        if (a.offset_dtype == kF32) s.shift[j] = shift_of(__uint_as_float(raw[at]), s.v[j]);
+        if (a.offset_dtype == kBf16) s.shift[j] = shift_of(__uint_as_float(half << 16), s.v[j]);
+        if (a.offset_dtype == kF16) s.shift[j] = shift_of(__half2float(__ushort_as_half(static_cast<unsigned short>(half))), s.v[j]);
+      }
+    } else {
+      constexpr uint32_t kSelect[4][2] = {{0x3210, 0x7654}, {0x1100, 0x3322}, {0x0000, 0x1111}, {0x0000, 0x0000}};
+#pragma unroll
+      for (int i = 0; i < kShiftWords; ++i) s.shift[i] = __byte_perm(raw[0], raw[1], kSelect[LOG][i]);
+    }
+  }
+  // `row` is 16 bytes that the copy engine has brought, of which `skipped` belong to other columns.
+  __device__ __forceinline__ void raw_shifts(Scales& s, uint32_t row, int skipped) const {
+    uint32_t raw[4];
+    load_words(raw, row);
+    if (skipped & 8) raw[0] = raw[2], raw[1] = raw[3];
+    if (skipped & 4) raw[0] = raw[1];
+    if (skipped & 2) raw[0] >>= 16;
+    if (skipped & 1) raw[0] >>= 8;
+    if (a.share_log == 0) return unpack_shifts<0>(s, raw);
+    if (a.share_log == 1) return unpack_shifts<1>(s, raw);
+    return a.share_log == 2 ? unpack_shifts<2>(s, raw) : unpack_shifts<3>(s, raw);
+  }
   // Out of a row that the copy engine has brought; 2^LOG groups share a scale.
   template <int LOG>
   static __device__ __forceinline__ Scales unpacked(const uint32_t (&raw)[S::kRawRow / 4], int dtype) {
@@ -164,6 +212,15 @@ struct WideLoader {
 #pragma unroll
     for (int j = 0; j < S::kScales; ++j) {
       if (column < a.scale_cols) found.v[j] = load_float(scale, at + column, a.scale_dtype);
+      if constexpr (kShifted<FMT>) {
+        const uint8_t* offset = a.offset + stored * a.offset_batch;
+        if (column >= a.scale_cols) {
+        } else if constexpr (!kInFloat32<FMT>) {
+          found.shift[j / 4] |= static_cast<uint32_t>(offset[at + column]) << (j % 4 * 8);
+        } else {
+          found.shift[j] = __float_as_uint(offset_of(offset, at + column, a.offset_dtype, a.centre, found.v[j]));
+        }
+      }
       passed += kGroup<FMT>;
       if (passed >= a.block) passed = 0, ++column;
     }
@@ -184,14 +241,14 @@ struct WideLoader {
     return isfinite(scale) ? scale - Pair<__nv_bfloat16>::cut(scale) : 0.f;
   }
   static __device__ __forceinline__ uint32_t word_of(float scale) {
-    if constexpr (FMT == kNf4) {
+    if constexpr (kInFloat32<FMT>) {
       return __float_as_uint(kRough<FMT, E, TERMS> ? scale * (1.f / kRoughFactor) : scale);
     } else {
       return Pair<__nv_bfloat16>::pack(Pair<__nv_bfloat16>::cut(scale), rest_of(scale));
     }
   }
   static __device__ __forceinline__ uint2 pair_of(float a, float b) {
-    if constexpr (FMT == kNf4) return make_uint2(word_of(a), word_of(b));
+    if constexpr (kInFloat32<FMT>) return make_uint2(word_of(a), word_of(b));
     return make_uint2(__byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632),
                       Pair<__nv_bfloat16>::pack(rest_of(a), rest_of(b)));
   }
@@ -210,6 +267,31 @@ struct WideLoader {
         put_four(to + j * 8, first.x, first.y, second.x, second.y);
       }
     }
+    if constexpr (kShifted<FMT>) put_shifts(scales_at(slot) + S::kScaleBytes, thread + 64 * i, a.shift, b.shift);
+  }
+  // What is added to values, the centre minus the zero point. A byte is the last bits of 2^23.
+  __device__ __forceinline__ float before(const uint32_t (&zeros)[kShiftWords], int j) const {
+    return 8388608.f + a.centre - __uint_as_float(__byte_perm(zeros[j / 4], 0x4B000000u, 0x7440 + j % 4));
+  }
+  // Floats; or in bf16: dot, those of a row, axpy, pairs of neighbours.
+  __device__ __forceinline__ void put_shifts(uint32_t to, int piece, const uint32_t (&one)[kShiftWords],
+                                             const uint32_t (&two)[kShiftWords]) const {
+    constexpr int kWords = kInFloat32<FMT> ? S::kScales * kRows : S::kScales * kRows / 2;
+#pragma unroll
+    for (int j = 0; j < kWords; j += 4) {
+      uint32_t w[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int n = j + e;
+        if constexpr (kInFloat32<FMT>) {
+          w[e] = kRows == 1 ? one[n] : n % 2 ? two[n / 2] : one[n / 2];
+        } else {
+          w[e] = kRows == 1 ? Pair<__nv_bfloat16>::pack(before(one, 2 * n), before(one, 2 * n + 1))
+                            : Pair<__nv_bfloat16>::pack(before(one, n), before(two, n));
+        }
+      }
+      put_four(to + (piece * kWords + j) * 4, w[0], w[1], w[2], w[3]);
+    }
   }
   // By two warps. Where the copy engine does not bring the scales, they ask for those of a stage before they wait for room
   // for those of the stage before.
@@ -223,7 +305,17 @@ struct WideLoader {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
           const uint32_t row = raw_at(ring.slot) + (thread + 64 * i) * kRows * S::kRawRow;
-          const Scales one = raw_scales(row, skipped), two = kRows == 1 ? one : raw_scales(row + S::kRawRow, skipped);
+          Scales one = raw_scales(row, skipped), two = kRows == 1 ? one : raw_scales(row + S::kRawRow, skipped);
+          if constexpr (kShifted<FMT>) {
+            const uint32_t there = raw_at(ring.slot) + S::kRawBytes + (thread + 64 * i) * kRows * 16;
+            const int others = first_scale(stage) * offset_size() & 15;
+            raw_shifts(one, there, others);
+            if constexpr (kRows == 1) {
+              two = one;
+            } else {
+              raw_shifts(two, there + 16, others);
+            }
+          }
           put_piece(ring.slot, thread, i, one, two);
         }
         barrier_arrive(&full_c[ring.slot]);

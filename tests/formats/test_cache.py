@@ -385,3 +385,12 @@ def test_saved_and_reported(kind: str, tmp_path: Any):
     assert [(leaf.path, leaf.format, leaf.nbytes) for leaf in ef.report(caches).leaves] == [
         (name, kind, cache.nbytes) for name, cache in caches.items()
     ]
+
+
+def test_a_scale_per_row_is_what_int8_kernels_read():
+    for shape in ((2, 64), (3, 2, 64), (1, 64)):
+        codes, scale = QuantizedCache.zeros(shape).kernel_operands()
+        assert (codes.shape, scale.shape) == (shape, (*shape[:-1], 1))
+        assert QuantizedCache.zeros(shape).kernel_format == "int8"
+        assert QuantizedCache.zeros(shape, block_size=32).kernel_format != "int8"
+        assert QuantizedCache.zeros(shape, block_size=32).kernel_operands()[0].shape == (*shape[:-1], 2, 32)

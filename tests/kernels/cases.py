@@ -21,6 +21,8 @@ NIBBLES = ("int4", "iq4_nl", "fp4")
 BITS = ("int2", "int3", "int5", "int6")
 BLOCKED = (*NIBBLES, *BITS, "int8_block", "fp8_e4m3_block", "fp8_e5m2_block")
 MORE = (*BLOCKED, "fp8_e4m3", "fp8_e5m2")
+INTEGERS = (*BITS, "int4", "int8_block")  # formats with offsets
+OFFSETS = ("zero", "bias")
 FORMS = ("dot", "axpy")
 SCALES = {"nf4": ("block",), "int8": ("row", "column", "full", "one")}
 SCALES |= {**dict.fromkeys(BLOCKED, ("block",)), "fp8_e4m3": ("row", "full"), "fp8_e5m2": ("row", "column")}
@@ -55,10 +57,12 @@ class Case:
     codes: np.ndarray
     scale: Any
     dense: np.ndarray  # float64, (batch..., rows, cols)
+    offset: Any = None
 
     def product(self, x: Any, form: str = "dot", *, codes: Any = None, scale: Any = None, **options: Any) -> Any:
         codes = self.codes if codes is None else codes
         scale = self.scale if scale is None else scale
+        options.setdefault("offset", self.offset)
         return qmatmul(x, codes, scale, fmt=self.fmt, form=form, cols=self.cols, **options)
 
     def problem(self, m: int, form: str) -> Problem:
@@ -128,6 +132,21 @@ def _scale(rng: np.random.Generator, kind: str, rows: int, cols: int, batch: tup
         return None
     shape = {"row": (rows, 1), "column": (1, cols), "full": (rows, cols), "one": (1, 1)}[kind]
     return rng.uniform(0.5, 2.0, (*batch, *shape)).astype(dtype)
+
+
+def with_offset(rng: np.random.Generator, case: Case, kind: str, dtype: Any = np.float32) -> Case:
+    """The same codes and scales with zero points (bytes) or biases: (code - zero) * scale, or code * scale + bias."""
+    codes = len(_values_of_codes(case.fmt))
+    block = math.prod(case.codes.shape[-2:]) * 8 // (codes.bit_length() - 1) // case.scale.shape[-1]
+    scale = case.scale.astype(np.float64)
+    if kind == "zero":
+        offset = rng.integers(0, codes, scale.shape).astype(np.uint8)
+        more = (codes // 2 - offset.astype(np.float64)) * scale
+    else:
+        offset = (rng.standard_normal(scale.shape) * codes / 4).astype(dtype)
+        more = codes // 2 * scale + offset.astype(np.float64)
+    dense = case.dense + np.repeat(more, block, axis=-1)[..., : case.cols]
+    return dataclasses.replace(case, offset=offset, dense=dense)
 
 
 def relative_error(found: Any, expected: Any) -> float:

@@ -74,9 +74,16 @@ def test_scales_along_either_axis_and_x_that_is_rounded(key, form: str) -> None:
     check_entries(key, 8, stack_of(key, "int8", form, along_columns=not along_columns))
 
 
-def layers_of(key: jax.Array, **options: Any) -> tuple[list[Any], Any]:
+def test_implementations_that_know_no_stacks_get_the_entry(key) -> None:
+    codes, scale, how = stack_of(key, "nf4")
+    check_entries(key, 3, (codes, scale, {**how, "preference": "xla"}))
+
+
+def layers_of(key: jax.Array, *, biased: bool = False, **options: Any) -> tuple[list[Any], Any]:
     keys = jax.random.split(key, LAYERS)
     layers = [ef.quantize(jax.random.normal(k, (COLS, COLS)) * COLS**-0.5, **options) for k in keys]
+    if biased:
+        layers = [q.replaced(zero=None, bias=-q.zero.astype(jnp.float32) * q.scale) for q in layers]
     return layers, jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
 
 
@@ -102,7 +109,16 @@ def copies_of_codes(compiled: Any) -> list[str]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("options", [{"dtype": "nf4"}, {"dtype": "int8", "axis": 0, "activations": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "nf4"},
+        {"dtype": "int8", "axis": 0, "activations": "int8"},
+        {"dtype": "int4", "symmetric": False},
+        {"dtype": "int4", "symmetric": False, "biased": True},
+    ],
+    ids=str,
+)
 def test_scanned_layers_are_read_in_place_forwards_and_backwards(key, options: dict[str, Any]) -> None:
     layers, stack = layers_of(key, **options)
     x = jax.random.normal(key, (5, COLS))

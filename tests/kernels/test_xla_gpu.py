@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,22 @@ def test_other_platforms_and_types() -> None:
         assert y.dtype == jnp.bfloat16
         empty = product(case, jnp.zeros((0, x.shape[1])), form)
         assert empty.shape == (0, 32 if form == "dot" else 64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+def test_values_of_float32_results_are_not_rounded_to_16_bits(form: str, dtype: Any) -> None:
+    """Where the matrix is decoded first. Codes without their scales are exact: they are multiplied as they are."""
+    rng = np.random.default_rng(29)
+    for fmt, options in (("nf4", {}), ("int4", {}), ("int8", {"scale": "row"}), ("int8", {"scale": "full"})):
+        case = make_case(rng, fmt, 50, 77, **options)
+        x = jnp.asarray(rng.standard_normal((12, 77 if form == "dot" else 50)), dtype)
+        y = product(case, x, form, out_dtype=jnp.float32)
+        assert relative_error(y, case.expected(x, form)) < 3e-6, (fmt, options)
+    exact = make_case(rng, "int8", 50, 77, scale="row")
+    text = jax.jit(lambda x: product(exact, x, "dot", out_dtype=jnp.float32)).lower(jnp.ones((12, 77), dtype)).as_text()
+    name = "bf16" if dtype == jnp.bfloat16 else "f16"
+    assert re.search(rf"dot_general .*tensor<12x77x{name}>", text)
 
 
 def test_inside_shard_map() -> None:

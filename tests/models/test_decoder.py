@@ -12,6 +12,7 @@ import pytest
 from eformer import QuantizedCache, materialization_policy, quantize
 from eformer.jaximus import explain
 from eformer.models import Config, Model, decode, forward, fuse, generate, init, make_cache
+from eformer.models._decoder import _experts
 from eformer.ops.quantization import dequantize_tree, quantize_tree
 
 CONFIG = Config(vocabulary=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96)
@@ -128,3 +129,20 @@ def test_matrices_that_are_not_alike_or_that_are_split_stay_apart(key: jax.Array
     columns = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "model"))
     split = {name: jax.device_put(w, columns) if w.ndim == 3 else w for name, w in params["layers"].items()}
     assert set(fuse({**params, "layers": split})["layers"]) == set(split)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_experts_are_weighted_by_their_scores(key: jax.Array, normalized: bool):
+    """Against one token and one expert at a time."""
+    config = Config(4, 8, layers=1, heads=1, kv_heads=1, hidden=6, experts_per_token=2, normalize_experts=normalized)
+    assert Config(4, 8, layers=1, heads=1, kv_heads=1, hidden=6).normalize_experts
+    sizes = {"router": (8, 4), "gate": (4, 8, 6), "up": (4, 8, 6), "down": (4, 6, 8)}
+    w = {name: jax.random.normal(jax.random.fold_in(key, i), size) for i, (name, size) in enumerate(sizes.items())}
+    x = np.asarray(jax.random.normal(key, (1, 5, 8)))
+    found = np.asarray(_experts(config, w, jnp.asarray(x)))[0]
+    for row, made in zip(x[0], found, strict=True):
+        odds = np.asarray(jax.nn.softmax(row @ w["router"]))
+        best = np.argsort(odds)[-2:]
+        scores = odds[best] / (odds[best].sum() if normalized else 1)
+        parts = [(jax.nn.silu(row @ w["gate"][e]) * (row @ w["up"][e])) @ w["down"][e] for e in best]
+        np.testing.assert_allclose(made, sum(s * p for s, p in zip(scores, parts, strict=True)), rtol=1e-4, atol=1e-5)

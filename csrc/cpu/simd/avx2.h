@@ -106,7 +106,8 @@ struct Table16 {
   F low, high;
 
   static INLINE Table16 of(const float* v) { return {load(v), load(v + 8)}; }
-  INLINE Table16 times(float s) const { return {mul(low, broadcast(s)), mul(high, broadcast(s))}; }
+  template <class Fn>
+  INLINE Table16 map(Fn&& f) const { return {f(low), f(high)}; }
   INLINE F at(I index) const {
     const F a = _mm256_permutevar8x32_ps(low, index), b = _mm256_permutevar8x32_ps(high, index);
     return _mm256_blendv_ps(a, b, as_floats(shift_left<28>(index)));

@@ -97,7 +97,8 @@ struct Table16 {
   F values;
 
   static INLINE Table16 of(const float* v) { return {load(v)}; }
-  INLINE Table16 times(float s) const { return {mul(values, broadcast(s))}; }
+  template <class Fn>
+  INLINE Table16 map(Fn&& f) const { return {f(values)}; }
   INLINE F at(I index) const { return _mm512_permutexvar_ps(index, values); }
 };
 

@@ -100,10 +100,8 @@ struct Table16 {
   F quarter[4];
 
   static INLINE Table16 of(const float* v) { return {{load(v), load(v + 4), load(v + 8), load(v + 12)}}; }
-  INLINE Table16 times(float s) const {
-    const F f = broadcast(s);
-    return {{quarter[0] * f, quarter[1] * f, quarter[2] * f, quarter[3] * f}};
-  }
+  template <class Fn>
+  INLINE Table16 map(Fn&& f) const { return {{f(quarter[0]), f(quarter[1]), f(quarter[2]), f(quarter[3])}}; }
   INLINE F at(I index) const {
     float v[16];
     std::memcpy(v, quarter, sizeof v);

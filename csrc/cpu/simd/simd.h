@@ -19,6 +19,8 @@ template <class V>
 INLINE void keep_here([[maybe_unused]] V& v) {
 #if defined(__x86_64__)
   asm volatile("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(v));
 #endif
 }
 

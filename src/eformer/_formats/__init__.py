@@ -6,4 +6,5 @@ from . import dot as dot
 from . import lookup as lookup
 from . import shapes as shapes
 from .activations import products as products
+from .cache import attention as attention
 from .cache import write as write

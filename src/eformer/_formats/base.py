@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any, ClassVar, TypeVar
 
 import jax
-import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray
@@ -22,6 +21,7 @@ from . import arguments as _arguments
 from . import sharding as _sharding
 from .gradients import FactoredScale, frozen, refusal
 
+P = TypeVar("P", bound="Packed")
 Q = TypeVar("Q", bound="QuantizedArray")
 Sharding = NamedSharding | PartitionSpec | None
 
@@ -45,7 +45,37 @@ class Part:
     is_offset: bool = False
 
 
-class QuantizedArray(ImplicitArray, frozen=True):
+class Packed(ImplicitArray, frozen=True):
+    """What quantized arrays and those around them answer alike. They have a `format`, a `sharding`, `with_sharding`."""
+
+    sharding: Any = None
+
+    def dequantize(self) -> jax.Array:
+        """The dense array; another name for `materialize`."""
+        return self.materialize()
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits held per logical value, scales and padding included."""
+        return 8 * self.nbytes / max(self.size, 1)
+
+    def _storage(self) -> str:
+        return f"{self.format}, {self.bits_per_weight:.2f} bits per weight"  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Does this array carry a sharding?"""
+        return self.sharding is not None
+
+    def with_sharding(self: P, sharding: Any) -> P:
+        raise NotImplementedError
+
+    def reshard(self: P, sharding: Sharding) -> P:
+        """Another name for `with_sharding`."""
+        return self.with_sharding(sharding)
+
+
+class QuantizedArray(Packed, frozen=True):
     """Base of the quantized arrays: storage in parts, a logical dtype that is lazy, and a sharding to keep.
 
     A format is a dataclass derived from this. It gives `format`, its name, `parts`, the codes first, and `materialize`,
@@ -65,7 +95,8 @@ class QuantizedArray(ImplicitArray, frozen=True):
     sharding: Any = None
     use_kernel: bool = True
     kernel_block: int | None = None
-    kernel_offset: Any = None  # what is added to the values of every block, laid out as the scale, where something is
+    kernel_offset: Any = None  # zero points (uint8) or biases of integers in blocks, laid out as the scale
+    kernel_offset_is_exact: bool = True  # or are values decoded with it rounded otherwise than by `materialize`?
     # Does every block bring its own scale, so that blocks of different arrays may follow each other?
     blocks_carry_scales: ClassVar[bool] = False
     compiles_products: ClassVar[bool] = True
@@ -144,10 +175,16 @@ class QuantizedArray(ImplicitArray, frozen=True):
         return self
 
     def stored_like(self: Q, other: Any) -> Q:
-        """A factor changes the type of the scale; where a loop or a branch has one, the others get one too."""
-        if not (isinstance(other, QuantizedArray) and self.has_scale and other.has_scale):
+        """A factor changes the type of the scale; where a loop or a branch has one, the others get one too.
+
+        The sharding that is remembered is that of `other`.
+        """
+        if not isinstance(other, QuantizedArray):
             return self
-        made = self if same_scales(self, other) else self.with_plain_scale()
+        made = self if self.sharding == other.sharding else self.replaced(sharding=other.sharding)
+        if not (made.has_scale and other.has_scale):
+            return made
+        made = made if same_scales(made, other) else made.with_plain_scale()
         return made.with_factor(made.frozen_scale()) if other.carries_factor and not made.carries_factor else made
 
     def replaced(self: Q, **changes: Any) -> Q:
@@ -202,29 +239,6 @@ class QuantizedArray(ImplicitArray, frozen=True):
         if self.__dict__.get("_dtype") is None:
             self.dtype = dtype
 
-    def dequantize(self) -> jax.Array:
-        """The dense array; another name for `materialize`."""
-        return self.materialize()
-
-    def delete(self) -> None:
-        """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
-        for leaf in jtu.tree_leaves(self):
-            if isinstance(leaf, jax.Array):  # NumPy arrays hold no device memory
-                leaf.delete()
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits held per logical value, scales and padding included."""
-        return 8 * self.nbytes / max(self.size, 1)
-
-    def _storage(self) -> str:
-        return f"{self.format}, {self.bits_per_weight:.2f} bits per weight"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Does this array carry a sharding?"""
-        return self.sharding is not None
-
     def child_specs(self, spec: PartitionSpec) -> Any:
         """One PartitionSpec per stored array for a PartitionSpec of the logical array."""
         return _sharding.child_specs(self, spec)
@@ -235,10 +249,6 @@ class QuantizedArray(ImplicitArray, frozen=True):
         Codes and scales are split together. A split that would cut a block in two is refused.
         """
         return _sharding.place(self, sharding)
-
-    def reshard(self: Q, sharding: Sharding) -> Q:
-        """Another name for `with_sharding`."""
-        return self.with_sharding(sharding)
 
     def with_mesh_and_axis(self: Q, mesh_and_axis: tuple[Any, Any]) -> Q:
         """`with_sharding` from a mesh and an axis specification: None, a PartitionSpec, a tuple or list, or a name."""

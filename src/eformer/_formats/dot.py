@@ -24,7 +24,6 @@ from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.select import switches as kernel_switches
 from eformer._record import record
 
-from . import offsets as _offsets
 from . import shapes as _shapes
 from .base import QuantizedArray
 from .wrapped import is_plain_ragged, register_product
@@ -176,24 +175,11 @@ def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
         options.pop("out_sharding", None)
         return _in_panels(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()
-
-    def product(out: Any) -> jax.Array:
-        return qmatmul(
-            x, codes, scale, fmt=matrix.kernel_format, form=form, cols=matrix.shape[-1], block=matrix.kernel_block,
-            preference="auto" if matrix.use_kernel else "xla", by_scale=matrix.carries_factor,
-            **{**options, "out_dtype": out},
-        )  # fmt: skip
-
-    offset = matrix.kernel_offset
-    if offset is None:
-        return product(options["out_dtype"])
-    return _offsets.added(matrix, _rounded(x, options), offset, form, options, product)
-
-
-def _rounded(x: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """What x is multiplied as."""
-    name = options.get("activations")
-    return x if name is None else _activations.values_of_rounded(x, options.get("x_scale"), name)
+    return qmatmul(
+        x, codes, scale, offset=matrix.kernel_offset, fmt=matrix.kernel_format, form=form, cols=matrix.shape[-1],
+        block=matrix.kernel_block, preference="auto" if matrix.use_kernel else "xla", by_scale=matrix.carries_factor,
+        **options,
+    )  # fmt: skip
 
 
 def _arrange(y: Any, plan: Plan, x: Any, q: Any, extra: Any, form: str) -> Any:
@@ -255,18 +241,12 @@ def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **
         order = [0, kept, contracted] if form == "dot" else [0, contracted, kept]
         q = q if order == [0, 1, 2] else _shapes.transpose(q, permutation=order)
     codes, scale = q.kernel_operands()
-
-    def product(out: Any) -> jax.Array:
-        return qragged_dot(
-            x, codes, scale, group_sizes, fmt=q.kernel_format, form=form, cols=q.shape[-1], block=q.kernel_block,
-            out_dtype=out, precision=params.get("precision"), preference="auto" if q.use_kernel else "xla",
-            by_scale=q.carries_factor, **rounding,
-        )  # fmt: skip
-
-    out, offset = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype), q.kernel_offset
-    if offset is None:
-        return product(out)
-    return _offsets.added_to_groups(q, _rounded(x, rounding), offset, group_sizes, form, out, product)
+    return qragged_dot(
+        x, codes, scale, group_sizes, offset=q.kernel_offset, fmt=q.kernel_format, form=form, cols=q.shape[-1],
+        block=q.kernel_block, out_dtype=params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype),
+        precision=params.get("precision"), preference="auto" if q.use_kernel else "xla", by_scale=q.carries_factor,
+        **rounding,
+    )  # fmt: skip
 
 
 # -- formats that the kernels do not know ------------------------------------------------------------------------------

@@ -107,22 +107,23 @@ def _taken(q: Any, starts: Starts, sizes: Sequence[int]) -> tuple[list[int], Any
 def _rows(q: Any, axis: int, starts: Starts) -> jax.Array | None:
     """Vectors along `axis`, one for every index, (index axes..., size), by a kernel; None where it cannot read them."""
     last = q.ndim - 1 if q.blocked is None else blocked_axis(q)
-    if q.kernel_format is None or q.kernel_offset is not None or q.carries_factor or axis != last:
+    if q.kernel_format is None or not q.kernel_offset_is_exact or q.carries_factor or axis != last:
         return None
-    codes, scale = q.kernel_operands()
+    (codes, scale), offset = q.kernel_operands(), q.kernel_offset
     lead = [q.shape[a] for a in range(q.ndim) if a != axis]
     index = next(iter(starts.values()))
     if len(lead) > 1:  # a stack of tables: one long table
         if scale is not None and (scale := _long_scale(scale, lead)) is None:
             return None
         codes = codes.reshape(math.prod(lead), *codes.shape[len(lead) :])
+        offset = None if offset is None else _long_scale(offset, lead)
         index = jnp.zeros_like(index)
         for a, size in zip(sorted(starts), lead, strict=True):
             index = index * size + starts[a]
     notice_lookup(q, (*index.shape, q.shape[axis]))
     return qgather(
-        codes, scale, index, fmt=q.kernel_format, cols=q.shape[axis], block=q.kernel_block, dtype=q.dtype,
-        preference="auto" if q.use_kernel else "xla", in_bounds=True,
+        codes, scale, index, offset=offset, fmt=q.kernel_format, cols=q.shape[axis], block=q.kernel_block,
+        dtype=q.dtype, preference="auto" if q.use_kernel else "xla", in_bounds=True,
     )  # fmt: skip
 
 

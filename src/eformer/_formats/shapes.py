@@ -380,6 +380,6 @@ def fold(q: QuantizedArray, factor: Any, divide: bool = False) -> Any:
     # One scale for the whole array may become one per channel, no more.
     if scale is not None and scale.size > 1 and any(scale.shape[axes.index(axis)] == 1 for axis in varying):
         return NotImplemented
-    moved = factor.reshape(*[factor.shape[axis] for axis in axes], *[1] * part.tail)
+    moved = factor.reshape([*(factor.shape[axis] for axis in axes), *[1] * part.tail])
     moved = moved.astype(wide(moved.dtype))
     return q.scaled(1 / moved if divide else moved, dtype, traced=traced)

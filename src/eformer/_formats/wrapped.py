@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._core import ImplicitArray, implicit, register
+from eformer._core import implicit, register
 from eformer._core.fields import layout
 from eformer._core.trace import is_implicit
 
+from .base import Packed
 from .sharding import full_spec
 
 W = TypeVar("W", bound="Wrapped")
@@ -32,7 +33,7 @@ def on_weight(op: Callable[..., Any], *operands: Any) -> Any:
     return implicit(op)(*operands) if any(map(is_implicit, operands)) else op(*operands)
 
 
-class Wrapped(ImplicitArray, frozen=True):
+class Wrapped(Packed, frozen=True):
     """Base of the arrays around a weight. Their first field is the weight: dense, quantized, or another such array."""
 
     compiles_products: ClassVar[bool] = True
@@ -68,12 +69,9 @@ class Wrapped(ImplicitArray, frozen=True):
     def compute_dtype(self) -> Any:
         return self.weight.dtype
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / max(self.size, 1)
-
-    def _storage(self) -> str:
-        return f"{self.format}, {self.bits_per_weight:.2f} bits per weight"  # pyright: ignore[reportAttributeAccessIssue]
+    def stored_like(self: W, other: Any) -> W:
+        alike = type(other) is type(self) and is_implicit(self.weight)
+        return self.around(self.weight.stored_like(other.weight)) if alike else self
 
     # -- several devices -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import mesh as _mesh
+from jax._src.core import ShardingTypeError as ShardingTypeError
 from jax.sharding import PartitionSpec
 
 from .traces import Tracer, is_staging

@@ -170,12 +170,18 @@ def _integer_sums(problem: Problem, x: jax.Array, codes: jax.Array) -> jax.Array
 
 
 def reference(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array, x_scale: jax.Array | None = None
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    x_scale: jax.Array | None = None,
+    *,
+    offset: Any = None,
 ) -> jax.Array:
     """The readable twin: decode the weight, multiply the codes of x with it, then scale every row."""
     dtype = problem.compute_dtype
     small, factor = rounded(x, x_scale, problem.activations or "")
-    dense = decode(codes, scale, fmt=problem.fmt, cols=problem.cols, dtype=dtype)
+    dense = decode(codes, scale, offset, fmt=problem.fmt, cols=problem.cols, dtype=dtype)
     batch = tuple(range(len(problem.batch)))
     dims = (((x.ndim - 1,), (x.ndim - 1 if problem.form == "dot" else x.ndim - 2,)), (batch, batch))
     y = lax.dot_general(small.astype(dtype), dense, dims, precision="highest", preferred_element_type=dtype)

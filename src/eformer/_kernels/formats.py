@@ -7,7 +7,9 @@ may stand in front of every array. A value of D is what its code stands for, tim
     int2 int3 int5 int6     codes uint8 (R, blocks, block * bits/8), a row of bits, first element first, high bit first
     int8_block              codes int8  (R, blocks, block)
     fp8_e4m3_block          codes uint8 (R, blocks, block), the bits of float8_e4m3fn; fp8_e5m2_block likewise
-                            all of these: blocks = ceil(C/block), scale (R, blocks); intN has value = code - 2^(N-1)
+                            all of these: blocks = ceil(C/block), scale (R, blocks); intN has value = code - 2^(N-1),
+                            int8_block stores that value. Of these two kinds a matrix may have an offset like its scale:
+                            uint8, a zero point, D = (code - zero) * scale; floating, a bias, D = code * scale + bias
 
     int8                    codes int8  (R, C);         scale (R or 1, C or 1)
     fp8_e4m3 fp8_e5m2       codes uint8 (R, C);         scale (R or 1, C or 1)
@@ -82,6 +84,11 @@ class Format:
     @property
     def bits(self) -> int:
         return 8 * self.code_dtype.itemsize * self.unit // self.per_code
+
+    @property
+    def takes_offsets(self) -> bool:
+        """Are these integers in blocks, which may have a zero point or a bias?"""
+        return self.blocked and self.zero is not None
 
     @property
     def in_nibbles(self) -> bool:
@@ -179,8 +186,8 @@ def one_of(what: str, value: Any, allowed: Any) -> None:
         raise ValueError(f"{what}={value!r} is unknown; allowed values are {', '.join(map(repr, allowed))}.")
 
 
-def check_storage(fmt: str, codes: Any, scale: Any, cols: int, block: int | None) -> int | None:
-    """Check codes and scale against the layout of the format; return the block size."""
+def check_storage(fmt: str, codes: Any, scale: Any, cols: int, block: int | None, offset: Any = None) -> int | None:
+    """Check codes, scale and offset against the layout of the format; return the block size."""
     row = FORMATS[fmt]
     if codes.dtype != row.code_dtype or codes.ndim < row.core_ndim:
         raise ValueError(
@@ -190,7 +197,10 @@ def check_storage(fmt: str, codes: Any, scale: Any, cols: int, block: int | None
     if not (isinstance(cols, int) and cols >= 0):
         raise ValueError(f"cols must be a non-negative integer (the true number of columns), got {cols=!r}.")
     if row.blocked:
-        return _check_blocks(row, codes, scale, cols, block)
+        block = _check_blocks(row, codes, scale, cols, block)
+        _check_offset(row, scale, offset)
+        return block
+    _check_offset(row, scale, offset)
     if block is not None:
         raise ValueError(f"block={block} was given for {fmt}, which has no blocks; leave block out.")
     stored = math.ceil(cols / row.per_code)
@@ -217,6 +227,18 @@ def _check_blocks(row: Format, codes: Any, scale: Any, cols: int, block: int | N
         raise ValueError(f"{row.name} needs one scale per block, shape {list(codes.shape[:-1])}, got {got}.")
     _check_scale(row, scale, codes.shape[:-3], codes.shape[-3:-1])
     return found
+
+
+def _check_offset(row: Format, scale: Any, offset: Any) -> None:
+    if offset is None:
+        return
+    if not row.takes_offsets:
+        allowed = ", ".join(name for name, other in FORMATS.items() if other.takes_offsets)
+        raise ValueError(f"an offset was given for {row.name}; formats with zero points or biases are {allowed}.")
+    if offset.dtype != jnp.uint8 and not jnp.issubdtype(offset.dtype, jnp.floating):
+        raise TypeError(f"an offset must be uint8 (zero points) or floating (biases), got {offset.dtype}.")
+    if tuple(offset.shape) != tuple(scale.shape):
+        raise ValueError(f"the offset has shape {list(offset.shape)}; it needs that of the scale, {list(scale.shape)}.")
 
 
 def _check_scale(row: Format, scale: Any, batch: tuple[int, ...], full: tuple[int, ...]) -> None:
@@ -272,13 +294,26 @@ def pack(codes: jax.Array, fmt: str) -> jax.Array:
     return jnp.stack(packed, axis=-1).reshape(*codes.shape[:-1], packed[0].shape[-1] * row.unit)
 
 
-def decode(codes: jax.Array, scale: jax.Array | None, *, fmt: str, cols: int, dtype: Any = jnp.float32) -> jax.Array:
-    """The dense matrix D (..., R, cols) that codes and scale stand for."""
+def decode(
+    codes: jax.Array, scale: jax.Array | None, offset: Any = None, *, fmt: str, cols: int, dtype: Any = jnp.float32
+) -> jax.Array:
+    """The dense matrix D (..., R, cols) that codes, scale and offset stand for."""
     row = FORMATS[fmt]
     values = row.values(unpack(codes, fmt), dtype)
     if row.blocked:
         assert scale is not None  # checked with the storage
-        values = values * scale[..., None].astype(dtype)
+        values = _scaled(row, values, scale[..., None].astype(dtype), None if offset is None else offset[..., None])
         return values.reshape(*codes.shape[:-2], values.shape[-2] * values.shape[-1])[..., :cols]
     values = values if values.shape[-1] == cols else values[..., :cols]
     return values if scale is None else values * scale.astype(dtype)
+
+
+def _scaled(row: Format, values: jax.Array, scale: jax.Array, offset: Any) -> jax.Array:
+    """What values of blocks stand for, in their dtype."""
+    if offset is None:
+        return values * scale
+    half, dtype = 2 ** (row.bits - 1), values.dtype
+    if offset.dtype == jnp.uint8:
+        return (values - (offset.astype(dtype) - half)) * scale
+    # The maximum changes nothing but keeps compilers from a fused multiply-add, which would round once only.
+    return jnp.maximum((values + half) * scale, jnp.finfo(dtype).min) + offset.astype(dtype)

@@ -14,18 +14,25 @@ from jax import lax
 
 from eformer._jax.avals import vary, varying_axes
 
-from . import cpu, cuda, tpu
+from . import cpu, cuda, offsets, tpu
 from .group_tiles import cut, joined
 from .matmul import PRODUCT, on_floats, product_sharded_like, with_scales
 from .operation import Operation, one_after_another
 from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
 from .partition import split_groups
 from .scale_gradient import scale_gradient_of_groups
-from .select import Candidate, anything
+from .select import Candidate, always, anything
 
 
 def qragged_dot(
-    x: Any, codes: Any, scale: Any, group_sizes: Any, *, x_scale: Any = None, **options: Unpack[Options]
+    x: Any,
+    codes: Any,
+    scale: Any,
+    group_sizes: Any,
+    *,
+    offset: Any = None,
+    x_scale: Any = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Consecutive groups of rows of x (M, K), each times its own matrix: codes (G, R, ...), group_sizes (G,).
 
@@ -37,13 +44,22 @@ def qragged_dot(
     >>> qragged_dot(x, codes, scale, jnp.array([2, 0, 1]), fmt="int8", form="dot", cols=1)[:, 0]
     Array([1., 1., 3., 0.], dtype=float32)
     """
-    x, codes, scale, sizes, x_scale = as_operands(x, codes, scale, group_sizes, x_scale)
-    parameters = parameters_of(x, codes, scale, **options)
+    x, codes, scale, offset, sizes, x_scale = as_operands(x, codes, scale, offset, group_sizes, x_scale)
+    parameters = parameters_of(x, codes, scale, offset, **options)
     _check_groups(parameters, x, codes, sizes)
-    scale, x_scale = with_scales(parameters, x, codes, scale, x_scale)
+    numbers, x_scale = with_scales(parameters, x, codes, scale, offset, x_scale)
     if 0 in (codes.shape[0], x.shape[0]):
         return jnp.zeros(*_result(parameters, x, codes)[0])
-    return on_floats(parameters, x, lambda p, x: GROUPED_PRODUCT.bind(p, x, codes, sizes, scale, *x_scale))
+
+    def product(parameters: Parameters, x: jax.Array) -> jax.Array:
+        if parameters.offset is None or not parameters.by_scale:
+            return GROUPED_PRODUCT.bind(parameters, x, codes, sizes, *numbers, *x_scale)
+        large = jnp.promote_types(parameters.out_dtype, jnp.float32)  # with a derivative in scale and offset
+        y = GROUPED_PRODUCT.bind(parameters.without_offset(large), x, codes, sizes, numbers[0], *x_scale)
+        more = offsets.of_groups(problem_of(parameters, "", x, codes, *numbers), x, codes, sizes, *numbers)
+        return (y + more).astype(parameters.out_dtype)
+
+    return on_floats(parameters, x, product)
 
 
 def _check_groups(parameters: Parameters, x: Any, codes: Any, group_sizes: Any) -> None:
@@ -66,7 +82,14 @@ def _result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
 
 
 def _tiled(
-    problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None, x_scale: Any = None
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    sizes: jax.Array,
+    scale: Any = None,
+    x_scale: Any = None,
+    *,
+    offset: Any = None,
 ) -> jax.Array:
     """The product in plain JAX, one tile of one expert at a time."""
     parameters = problem.parameters
@@ -76,12 +99,12 @@ def _tiled(
 
     def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
         values, group, used, *scales = tile
-        part = None if scale is None else scale[group]
+        numbers = [array[group] for array in (scale, offset) if array is not None]
         # Inside shard_map both branches must vary over the same axes.
         axes = frozenset[str]().union(*map(varying_axes, (values, group, codes)))
         return None, lax.cond(
             used,
-            lambda: PRODUCT.bind(parameters, values, codes[group], part, *scales, announced=True),
+            lambda: PRODUCT.bind(parameters, values, codes[group], *numbers, *scales, announced=True),
             lambda: vary(jnp.zeros((values.shape[0], shape[1]), dtype), axes),
         )
 
@@ -95,15 +118,16 @@ GROUPED_PRODUCT = Operation(
     result=_result,
     problem=lambda parameters, platform, x, codes, sizes, *scale: problem_of(parameters, platform, x, codes, *scale),
     candidates=(
-        Candidate("native_cpu", "native", cpu.refuses_product, cpu.qragged),
-        Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged),
+        Candidate("native_cpu", "native", cpu.refuses_product, cpu.qragged, takes_offsets=cpu.takes_offsets),
+        Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged, takes_offsets=always),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
-        Candidate("xla", "xla", anything, _tiled),
+        Candidate("xla", "xla", anything, _tiled, takes_offsets=always),
         Candidate("native_cpu", "native", cpu.refuses_rounded, cpu.byte_ragged, rounds_x=True),
-        Candidate("xla", "xla", anything, _tiled, rounds_x=True),
+        Candidate("xla", "xla", anything, _tiled, rounds_x=True, takes_offsets=always),
     ),
     batch=one_after_another,  # groups of different programs do not line up
     split=split_groups,
     sharded_like=product_sharded_like,
     scale_gradient=scale_gradient_of_groups,
+    correction=offsets.of_groups,
 )

@@ -14,7 +14,7 @@ from .formats import FORMATS, check_storage, decode, one_of
 from .operation import Operation, one_after_another
 from .parameters import PREFERENCES, Parameters, Problem, as_operands, problem_of
 from .partition import split_lookup
-from .select import Candidate, anything
+from .select import Candidate, always, anything
 
 
 def qgather(
@@ -22,6 +22,7 @@ def qgather(
     scale: Any,
     indices: Any,
     *,
+    offset: Any = None,
     fmt: str,
     cols: int,
     block: int | None = None,
@@ -41,16 +42,18 @@ def qgather(
     """
     one_of("fmt", fmt, FORMATS)
     one_of("preference", preference, PREFERENCES)
-    codes, indices, scale = as_operands(codes, indices, scale)
-    block = check_storage(fmt, codes, scale, cols, block)
+    codes, indices, scale, offset = as_operands(codes, indices, scale, offset)
+    block = check_storage(fmt, codes, scale, cols, block, offset)
     if codes.ndim != FORMATS[fmt].core_ndim:
         raise ValueError(f"qgather takes one matrix, got codes of shape {list(codes.shape)}; use vmap for batch axes.")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"indices must be integers, got {indices.dtype}.")
     if 0 in (*indices.shape, *codes.shape):
         return jnp.zeros((*indices.shape, cols), dtype)
-    parameters = Parameters(fmt, "lookup", cols, block, np.dtype(dtype), preference=preference)
-    return LOOKUP.bind(parameters, codes, indices if in_bounds else _inside(indices, codes.shape[0]), scale)
+    kind = None if offset is None else np.dtype(offset.dtype)
+    parameters = Parameters(fmt, "lookup", cols, block, np.dtype(dtype), preference=preference, offset=kind)
+    indices = indices if in_bounds else _inside(indices, codes.shape[0])
+    return LOOKUP.bind(parameters, codes, indices, *(array for array in (scale, offset) if array is not None))
 
 
 def _inside(indices: jax.Array, rows: int) -> jax.Array:
@@ -58,9 +61,9 @@ def _inside(indices: jax.Array, rows: int) -> jax.Array:
     return jnp.clip(indices, 0, rows - 1)
 
 
-def _problem(parameters: Parameters, platform: str, codes: Any, indices: Any, scale: Any = None) -> Problem:
+def _problem(parameters: Parameters, platform: str, codes: Any, indices: Any, *numbers: Any) -> Problem:
     found = jax.ShapeDtypeStruct((math.prod(indices.shape), parameters.cols), np.float32)
-    return problem_of(parameters, platform, found, codes, scale)
+    return problem_of(parameters, platform, found, codes, *numbers)
 
 
 def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
@@ -75,13 +78,17 @@ def _with_flat_indices(run: Any, problem: Problem, codes: jax.Array, indices: ja
     return run(problem, codes, indices.reshape(-1), *scale).reshape(*indices.shape, problem.cols)
 
 
-def _decoded(problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None) -> jax.Array:
+def _decoded(
+    problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None, *, offset: Any = None
+) -> jax.Array:
     """The lookup in plain JAX."""
+    rows = codes.at[indices].get(mode="promise_in_bounds")
     if scale is not None and scale.shape[0] == codes.shape[0]:
         scale = scale.at[indices].get(mode="promise_in_bounds")
+    if offset is not None:
+        offset = offset.at[indices].get(mode="promise_in_bounds")
     wide = np.dtype(np.float32) if scale is None else jnp.promote_types(scale.dtype, jnp.float32)
-    rows = codes.at[indices].get(mode="promise_in_bounds")
-    return decode(rows, scale, fmt=problem.fmt, cols=problem.cols, dtype=wide).astype(problem.out_dtype)
+    return decode(rows, scale, offset, fmt=problem.fmt, cols=problem.cols, dtype=wide).astype(problem.out_dtype)
 
 
 LOOKUP = Operation(
@@ -90,10 +97,10 @@ LOOKUP = Operation(
     result=lambda parameters, codes, indices, *scale: [((*indices.shape, parameters.cols), parameters.out_dtype)],
     problem=_problem,
     candidates=(
-        Candidate("native_cpu", "native", cpu.refuses_gather, cpu.qgather),
-        Candidate("native_cuda", "native", cuda.refuses_gather, cuda.qgather),
+        Candidate("native_cpu", "native", cpu.refuses_gather, cpu.qgather, takes_offsets=cpu.takes_offsets),
+        Candidate("native_cuda", "native", cuda.refuses_gather, cuda.qgather, takes_offsets=always),
         Candidate("pallas_tpu", "native", tpu.refuses_gather, tpu.qgather),
-        Candidate("xla", "xla", anything, _decoded),
+        Candidate("xla", "xla", anything, _decoded, takes_offsets=always),
     ),
     batch=_batch,
     split=split_lookup,

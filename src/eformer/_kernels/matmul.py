@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import activations, cpu, cuda, stacked, tpu, xla
+from . import activations, cpu, cuda, offsets, stacked, tpu, xla
 from .formats import decode, with_batch_of
 from .operation import Axes, Operation, one_after_another
 from .parameters import (
@@ -32,14 +32,22 @@ from .parameters import (
 )
 from .partition import split_product
 from .scale_gradient import scale_gradient
-from .select import Candidate, Choice, anything
+from .select import Candidate, Choice, always, anything
 
 
 def qmatmul(
-    x: Any, codes: Any, scale: Any, *, x_scale: Any = None, out_sharding: Any = None, **options: Unpack[Options]
+    x: Any,
+    codes: Any,
+    scale: Any,
+    *,
+    offset: Any = None,
+    x_scale: Any = None,
+    out_sharding: Any = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """x @ D.T (`form="dot"`) or x @ D (`form="axpy"`) for the matrix D of `cols` columns stored in codes and scale.
 
+    `offset` holds zero points or biases of blocks of integers, in the shape of the scale; `formats` says which.
     x is (..., K) for one matrix, (batch..., M, K) when the codes have batch axes. The result has dtype `out_dtype`, by
     default that of x; sums are accumulated in float32 or wider. `out_sharding` is for meshes with explicit axes:
     without it rows are sharded as those of x, columns as those of D. With `activations` rows of x are rounded to 8 bits
@@ -49,42 +57,52 @@ def qmatmul(
     >>> qmatmul(jnp.array([1.0, 10.0]), codes, jnp.full((1, 1), 0.5), fmt="int8", form="dot", cols=2)
     Array([-9.5, 21.5], dtype=float32)
     """
-    x, codes, scale, x_scale = as_operands(x, codes, scale, x_scale)
+    x, codes, scale, offset, x_scale = as_operands(x, codes, scale, offset, x_scale)
     if options.get("out_dtype") is None:
         options["out_dtype"] = result_dtype(x)  # depends on settings of JAX, so it is part of what is remembered
     if isinstance(precision := options.get("precision"), list):
         options["precision"] = tuple(precision)
-    x_type, codes_type, scale_type = (None if o is None else jax.typeof(o) for o in (x, codes, scale))
-    parameters = _checked(x_type, codes_type, scale_type, tuple(options.items()))
-    scale, x_scale = with_scales(parameters, x, codes, scale, x_scale)
+    types = (None if o is None else jax.typeof(o) for o in (x, codes, scale, offset))
+    parameters = _checked(*types, tuple(options.items()))
+    numbers, x_scale = with_scales(parameters, x, codes, scale, offset, x_scale)
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
         if x.ndim > 1:  # axes of rows stay apart, so that each may be split over devices
-            return _bound(parameters, x, codes, scale, *x_scale, out=out_sharding)
+            return _bound(parameters, x, codes, numbers, x_scale, out=out_sharding)
         one = [s.reshape(1) for s in x_scale]
-        y = _bound(parameters, x.reshape(1, -1), codes, scale, *one).reshape(-1)
+        y = _bound(parameters, x.reshape(1, -1), codes, numbers, one).reshape(-1)
         return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
     return on_floats(parameters, x, product)
 
 
-def _bound(parameters: Parameters, x: Any, codes: Any, scale: Any, *x_scale: Any, out: Any = None) -> Any:
-    stored = stacked.operands_of(parameters, x, codes, scale) if out is None else None
+def _bound(parameters: Parameters, x: Any, codes: Any, numbers: Any, x_scale: Any, out: Any = None) -> Any:
+    if parameters.offset is not None and parameters.by_scale:
+        without = functools.partial(PRODUCT.bind, out=out)
+        return offsets.differentiable(
+            parameters, lambda plain: without(plain, x, codes, numbers[0], *x_scale), x, codes, *numbers
+        )
+    stored = stacked.operands_of(parameters, x, codes, *numbers) if out is None else None
     if stored is not None:
         return IN_STACK.bind(parameters, x, *stored, *x_scale)
-    return PRODUCT.bind(parameters, x, codes, scale, *x_scale, out=out)
+    return PRODUCT.bind(parameters, x, codes, *numbers, *x_scale, out=out)
 
 
 @functools.lru_cache(maxsize=4096)
-def _checked(x: Any, codes: Any, scale: Any, options: tuple[tuple[str, Any], ...]) -> Parameters:
+def _checked(x: Any, codes: Any, scale: Any, offset: Any, options: tuple[tuple[str, Any], ...]) -> Parameters:
     """The parameters of a product of operands of these types, if they fit: found once, then remembered."""
-    parameters = parameters_of(x, codes, scale, **dict(options))
+    parameters = parameters_of(x, codes, scale, offset, **dict(options))
     check_x(parameters, x, codes)
     return parameters
 
 
-def with_scales(parameters: Parameters, x: Any, codes: Any, scale: Any, x_scale: Any) -> tuple[Any, list[Any]]:
-    """The scale with the batch axes of the codes, and that of x, if any. Products that round x have a scale always."""
+def with_scales(
+    parameters: Parameters, x: Any, codes: Any, scale: Any, offset: Any, x_scale: Any
+) -> tuple[list[Any], list[Any]]:
+    """Scale and offset with the batch axes of the codes, and the scale of x, as far as they exist.
+
+    Products that round x have a scale always.
+    """
     if x_scale is not None:
         if parameters.activations is None or x_scale.shape != x.shape[:-1]:
             raise ValueError(
@@ -94,7 +112,8 @@ def with_scales(parameters: Parameters, x: Any, codes: Any, scale: Any, x_scale:
         x_scale = x_scale.astype(activations.wide(x.dtype))
     if scale is None and (parameters.activations or parameters.backward):
         scale = jnp.ones((1, 1), jnp.float32)
-    return with_batch_of(codes, scale, parameters.fmt), [] if x_scale is None else [x_scale]
+    numbers = [with_batch_of(codes, array, parameters.fmt) for array in (scale, offset) if array is not None]
+    return numbers, [] if x_scale is None else [x_scale]
 
 
 def on_floats(parameters: Parameters, x: jax.Array, product: Callable[[Parameters, jax.Array], jax.Array]) -> jax.Array:
@@ -119,8 +138,9 @@ def product_sharded_like(parameters: Parameters, x: Any, codes: Any, *rest: Any)
 
 
 def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple[Any, int]:
-    if dims[1] is None and any(d is not None for d in dims[2:3]):
-        # Only the scale (and perhaps x) is mapped: a loop, because repeating the codes would multiply their memory.
+    first_of_x = 2 + len(parameters.apart(operands[2:])[0])  # where the scale of x is, if there is one
+    if dims[1] is None and any(d is not None for d in dims[2:first_of_x]):
+        # Only scale or offset (and perhaps x) are mapped: a loop; repeating the codes would multiply their memory.
         return one_after_another(bind, parameters, operands, dims)
     size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
     moved = [o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
@@ -130,21 +150,22 @@ def _batch(bind: Any, parameters: Parameters, operands: Any, dims: Any) -> tuple
             moved[i] = jnp.broadcast_to(moved[i], (size, *moved[i].shape))
 
     if dims[1] is None:
-        if len(moved) > 3:  # x and its scale are mapped together
+        if len(moved) > first_of_x:  # x and its scale are mapped together
             spread(0)
-            spread(3)
+            spread(first_of_x)
         has_batch = moved[1].ndim > parameters.format.core_ndim
-        return _fold_into_rows(bind, *moved) if has_batch else (bind(*moved), 0)
-    for i in (0, 2, 3):
+        return _fold_into_rows(bind, parameters, *moved) if has_batch else (bind(*moved), 0)
+    for i in (0, *range(2, len(moved))):
         spread(i)
     x, codes, *rest = moved
     batch = codes.ndim - parameters.format.core_ndim
     rows = (*x.shape[:batch], math.prod(x.shape[batch:-1]))  # matrices have one axis of rows
-    rest[1:] = [s.reshape(rows) for s in rest[1:]]
-    return bind(x.reshape(*rows, x.shape[-1]), codes, *rest).reshape(out_shape(parameters, x, codes)), 0
+    numbers, of_x = parameters.apart(rest)
+    y = bind(x.reshape(*rows, x.shape[-1]), codes, *numbers, *(s.reshape(rows) for s in of_x))
+    return y.reshape(out_shape(parameters, x, codes)), 0
 
 
-def _fold_into_rows(bind: Any, x: jax.Array, codes: Any, *rest: Any) -> tuple[jax.Array, int]:
+def _fold_into_rows(bind: Any, parameters: Parameters, x: jax.Array, codes: Any, *rest: Any) -> tuple[jax.Array, int]:
     """Only x is mapped: its new axis becomes part of M. (b, batch..., M, K) -> (batch..., b * M, K) and back."""
     m_axis = x.ndim - 2
     size, m = x.shape[0], x.shape[m_axis]
@@ -153,21 +174,23 @@ def _fold_into_rows(bind: Any, x: jax.Array, codes: Any, *rest: Any) -> tuple[ja
         moved = jnp.moveaxis(array, 0, m_axis - 1)
         return moved.reshape(*moved.shape[: m_axis - 1], size * m, *moved.shape[m_axis + 1 :])
 
-    y = bind(folded(x), codes, *rest[:1], *map(folded, rest[1:]))
+    numbers, of_x = parameters.apart(rest)
+    y = bind(folded(x), codes, *numbers, *map(folded, of_x))
     return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
 
 
 def _in_one_axis_of_rows(run: Any, problem: Problem, x: jax.Array, codes: Any, *rest: Any) -> jax.Array:
     rows = (*problem.batch, problem.m)
-    y = run(problem, x.reshape(*rows, x.shape[-1]), codes, *rest[:1], *(s.reshape(rows) for s in rest[1:]))
+    numbers, of_x = problem.apart(rest)
+    y = run(problem, x.reshape(*rows, x.shape[-1]), codes, *numbers, *(s.reshape(rows) for s in of_x))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _fold_scale(parameters: Parameters, ct: jax.Array, codes: Any, scale: Any = None) -> tuple[Any, ...]:
+def _fold_scale(parameters: Parameters, ct: jax.Array, codes: Any, scale: Any = None, *offset: Any) -> tuple[Any, ...]:
     """The gradient that is rounded is that of the sums of codes: it is multiplied with the scale of each first."""
     contracted = -1 if parameters.form == "dot" else -2
     if parameters.activations is None or parameters.format.blocked or scale.shape[contracted] == 1:
-        return ct, codes, scale
+        return ct, codes, scale, *offset
     if scale.shape[-3 - contracted] != 1:
         return ct, codes, scale
     batch, wide = scale.shape[:-2], activations.wide(ct.dtype)
@@ -179,25 +202,27 @@ def _one_matrix_at_a_time(run: Callable[..., jax.Array]) -> Callable[..., jax.Ar
     """`run` for one matrix, in a loop over the batch axes: only one decoded panel exists at any time."""
 
     @functools.wraps(run)
-    def looped(problem: Problem, *operands: jax.Array) -> jax.Array:
+    def looped(problem: Problem, *operands: jax.Array, **offset: jax.Array) -> jax.Array:
         if not problem.batch:
-            return run(problem, *operands)
+            return run(problem, *operands, **offset)
         one = problem.replace(batch=())
         count, axes = math.prod(problem.batch), len(problem.batch)
-        flat = [operand.reshape(count, *operand.shape[axes:]) for operand in operands]
-        y = lax.map(lambda operands: run(one, *operands), flat)
+        flat = jax.tree.map(lambda operand: operand.reshape(count, *operand.shape[axes:]), (operands, offset))
+        y = lax.map(lambda given: run(one, *given[0], **given[1]), flat)
         return y.reshape(*problem.batch, *y.shape[1:])
 
     return looped
 
 
-def reference(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+def reference(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None = None, *, offset: Any = None
+) -> jax.Array:
     """The readable twin of every fast path: decode the whole matrix, then one plain product in the compute dtype.
 
     The others are tested against it, and for tiny problems it is the quickest.
     """
     dtype = problem.compute_dtype
-    dense = decode(codes, scale, fmt=problem.fmt, cols=problem.cols, dtype=dtype)
+    dense = decode(codes, scale, offset, fmt=problem.fmt, cols=problem.cols, dtype=dtype)
     batch = tuple(range(len(problem.batch)))
     contracted = x.ndim - 1 if problem.form == "dot" else x.ndim - 2
     dims = (((x.ndim - 1,), (contracted,)), (batch, batch))
@@ -233,17 +258,19 @@ PRODUCT = Operation(
     candidates=(
         Candidate(
             "native_cpu", "native", cpu.refuses_product, cpu.qmatmul,
-            in_stack=cpu.qmatmul, takes_stacks=cpu.takes_stacks,
+            in_stack=cpu.qmatmul, takes_stacks=cpu.takes_stacks, takes_offsets=cpu.takes_offsets,
         ),
         Candidate("xla_batch", "xla", xla.refuses_batch, xla.batched_qmatmul),
-        Candidate("native_cuda", "native", cuda.refuses_product, cuda.qmatmul, in_stack=cuda.qmatmul),
+        Candidate(
+            "native_cuda", "native", cuda.refuses_product, cuda.qmatmul, in_stack=cuda.qmatmul, takes_offsets=always
+        ),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul),
         Candidate(
             "reference", "small", _tiny, _one_matrix_at_a_time(reference),
-            why=f"at most {TINY} values: decoding all of them is as quick, and compiles faster",
+            why=f"at most {TINY} values: decoding all of them is as quick, and compiles faster", takes_offsets=always,
         ),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(xla.qmatmul)),
-        Candidate("reference", "reference", anything, reference),
+        Candidate("reference", "reference", anything, reference, takes_offsets=always),
         Candidate(
             "native_cpu", "native", cpu.refuses_rounded, cpu.byte_matmul, rounds_x=True,
             in_stack=cpu.byte_matmul, takes_stacks=cpu.takes_stacks,
@@ -253,7 +280,9 @@ PRODUCT = Operation(
         ),
         Candidate("native_cpu", "native", cpu.refuses_floats, _one_matrix_at_a_time(_as_floats), rounds_x=True),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
-        Candidate("reference", "reference", anything, activations.reference, rounds_x=True),
+        Candidate(
+            "reference", "reference", anything, activations.reference, rounds_x=True, takes_offsets=always
+        ),
     ),
     batch=_batch,
     split=split_product,
@@ -261,5 +290,6 @@ PRODUCT = Operation(
     arrange=_in_one_axis_of_rows,
     fold=_fold_scale,
     scale_gradient=scale_gradient,
+    correction=offsets.of_product,
 )  # fmt: skip
 IN_STACK = stacked.in_stack(PRODUCT)

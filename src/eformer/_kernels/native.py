@@ -182,13 +182,14 @@ def _register(library: Library, handle: Any) -> None:
 Result = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
-def call(library: Library, name: str, results: Sequence[Result], operands: Sequence[Any], **attributes: int) -> Any:
+def call(library: Library, name: str, results: Sequence[Result], operands: Sequence[Any], **attributes: float) -> Any:
     """The results of a target. A scale that is None is handed over as an array without elements."""
     load(library)  # registers the targets, if that was not done when the kernels were chosen
     avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
     given = [jnp.zeros((0,), jnp.float32) if operand is None else operand for operand in operands]
     target = jax.ffi.ffi_call(f"eformer_{library.backend}_{name}", avals)
-    return target(*given, **{name: np.int64(value) for name, value in attributes.items()})
+    kinds = {int: np.int64, float: np.float32}
+    return target(*given, **{name: kinds.get(type(value), np.int64)(value) for name, value in attributes.items()})
 
 
 def storage_attributes(problem: Problem) -> dict[str, int]:
@@ -200,9 +201,14 @@ def in_one_batch_axis(
 ) -> list[Any]:
     """With one axis for all batch axes; that of codes and scales which are stacked counts through the stack."""
     axes = len(problem.batch)
+    stored = [_flat(array, axes + stacked) for array in (codes, scale)]
+    return [_flat(x, axes), *stored, *(_flat(array, axes) for array in x_scale)]
 
-    def flat(array: Any, axes: int) -> Any:
-        return None if array is None else array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:])
 
-    stored = [flat(array, axes + stacked) for array in (codes, scale)]
-    return [flat(x, axes), *stored, *(flat(array, axes) for array in x_scale)]
+def offset_in_one_batch_axis(problem: Problem, offset: Any, *, stacked: bool = False) -> Any:
+    """Of the offset, like that of the scale; no elements where there is none."""
+    return jnp.zeros((0,), jnp.uint8) if offset is None else _flat(offset, len(problem.batch) + stacked)
+
+
+def _flat(array: Any, axes: int) -> Any:
+    return None if array is None else array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:])

@@ -1,7 +1,8 @@
 """An operation of the compute layer, declared once: everything JAX has to know of its primitive.
 
 A product, a grouped product, a lookup and the NF4 encoder are four declarations. The operands of a primitive end with
-the scale, which is left out where there is none; implementations take them in the same order.
+the scale, which is left out where there is none; behind it there may be an offset, and the scale of x. Implementations
+take them in the same order, but for the offset, which has a name: `offset=`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Operation:
     operand; the transpose is the other form), "refused", or a rule of its own. A product that rounds its first operand
     has the derivative of the one that does not; `fold` prepares the transpose of one whose gradient is rounded. What is
     linear in the scale as well has `scale_gradient`: the gradient with respect to it, given the parameters, the
-    gradient of the result, the other operands and the type of the scale.
+    gradient of the result, the other operands and the type of the scale. `correction` is what an offset adds to the
+    result; without it, only candidates that take offsets are asked.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Operation:
     fold: Callable[..., Any] = lambda parameters, ct, *others: (ct, *others)
     multiple_results: bool = False
     scale_gradient: Callable[..., Any] | None = None
+    correction: Callable[..., jax.Array] | None = None
 
     def __post_init__(self) -> None:
         self.primitive = Primitive(f"eformer_{self.name}")
@@ -94,7 +97,7 @@ class Operation:
 
     def choice(self, problem: Problem) -> Choice:
         """What would compute this problem, and why the others would not."""
-        return choose(self.candidates, problem)[1]
+        return choose(self.candidates, problem, self.correction is not None)[1]
 
     def announce(self, problem: Problem, choice: Choice | None = None) -> None:
         choice = choice or self.choice(problem)
@@ -102,7 +105,23 @@ class Operation:
         record("kernel", **facts, problem=problem)
 
     def compute(self, problem: Problem, *operands: Any) -> Any:
-        return self.arrange(choose(self.candidates, problem)[0].run, problem, *operands)
+        chosen = choose(self.candidates, problem, self.correction is not None)[0]
+        if problem.offset is None:
+            return self.arrange(chosen.run, problem, *operands)
+        return self.arrange(functools.partial(self._with_offset, chosen), problem, *operands)
+
+    def _with_offset(self, chosen: Candidate, problem: Problem, *operands: Any) -> Any:
+        at = len(self.operands)
+        others, offset = (*operands[:at], *operands[at + 1 :]), operands[at]
+        if chosen.takes_offsets(problem):
+            return chosen.run(problem, *others, offset=offset)
+        assert self.correction is not None  # or the candidate would have been refused
+        y = chosen.run(problem.symmetric(), *others)
+        return (y + self.correction(problem, *operands)).astype(problem.out_dtype)
+
+    def _names(self, parameters: Parameters) -> tuple[str, ...]:
+        """Of the operands, but for the scale of x."""
+        return self.operands if parameters.offset is None else (*self.operands, "offset")
 
     def _types(self, *operands: Any, parameters: Parameters) -> Any:
         made = self.result(parameters, *operands)
@@ -113,31 +132,33 @@ class Operation:
         linear = {"x"} if self.derivative == "linear" else set[str]()
         if parameters.by_scale and self.scale_gradient is not None:
             linear.add("scale")
-        y, changes = self.bind(parameters, *primals, announced=True), []
-        for i, (what, tangent) in enumerate(zip(self.operands, tangents, strict=False)):
+        y, changes, names = self.bind(parameters, *primals, announced=True), [], self._names(parameters)
+        for i, (what, tangent) in enumerate(zip(names, tangents, strict=False)):
             if isinstance(tangent, ad.Zero):
                 continue
             if what not in linear:
                 raise QuantizedGradientError(NO_GRADIENT.format(what=what, fmt=parameters.fmt))
-            held = primals[: len(self.operands)]  # without the scale of x
+            held = primals[: len(names)]  # without the scale of x
             changes.append(self.bind(parameters.linear(), *held[:i], tangent, *held[i + 1 :], announced=True))
         return y, sum(changes[1:], changes[0]) if changes else ad.Zero(jax.typeof(y).to_tangent_aval())
 
     def _series(self, primals: Any, series: Any, *, parameters: Parameters) -> tuple[Any, Any]:
-        """`jet`: products are linear in x and in scales, lookups in scales, and the encoder is a step function."""
+        """`jet`: products are linear in x and in scales (with biases), lookups in these, and the encoder is a step."""
         y = self.bind(parameters, *primals, announced=True)
         if not isinstance(self.derivative, str):
             return y, [[jnp.zeros_like(part) for _ in series[0]] for part in y]
-        held = primals[: len(self.operands)]  # without the scale of x
-        moving = [i for i, name in enumerate(self.operands) if name in ("x", "scale") and i < len(held)]
-        moving = [i for i in moving if jnp.issubdtype(held[i].dtype, jnp.inexact)]
+        names = self._names(parameters)
+        held = primals[: len(names)]  # without the scale of x
+        floats = [i for i, operand in enumerate(held) if jnp.issubdtype(operand.dtype, jnp.inexact)]
+        together = [[i for i in floats if names[i] in group] for group in (("x",), ("scale", "offset"))]
+        moving = [group for group in together if group]
 
         def term(order: int) -> Any:
             """The sum over all ways in which the orders of the operands add up to this one."""
             total = jnp.zeros_like(y)
             for orders in itertools.product(range(order + 1), repeat=len(moving)):
                 if sum(orders) == order:
-                    given = {i: series[i][n - 1] for i, n in zip(moving, orders, strict=True) if n}
+                    given = {i: series[i][n - 1] for group, n in zip(moving, orders, strict=True) if n for i in group}
                     operands = (given.get(i, operand) for i, operand in enumerate(held))
                     total += self.bind(parameters.linear(), *operands, announced=True)
             return total

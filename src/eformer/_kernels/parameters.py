@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Required, TypedDict
+from collections.abc import Sequence
+from typing import Any, Required, Self, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ class Parameters:
 
     `form` is "dot" or "axpy" for products, else the name of what is done: "lookup", "encode". `activations` says what x
     is rounded to before a product, `backward` what the gradient of its result is rounded to (see `activations.py`).
-    `by_scale` says that the scale may be differentiated.
+    `by_scale` says that the scale may be differentiated. `offset` is the type of an operand of that name, if there is
+    one: uint8 for zero points, floating for biases (see `formats`).
     """
 
     fmt: str
@@ -57,10 +59,16 @@ class Parameters:
     activations: str | None = None
     backward: str | None = None
     by_scale: bool = False
+    offset: np.dtype | None = None
 
     @property
     def format(self) -> Format:
         return FORMATS[self.fmt]
+
+    def apart(self, numbers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The operands from the scale on: scale and offset, and the scale of x, as far as they exist."""
+        count = 1 if self.offset is None else 2
+        return list(numbers[:count]), list(numbers[count:])
 
     def common(self) -> dict[str, Any]:
         """The fields that parameters and problems have in common."""
@@ -69,6 +77,10 @@ class Parameters:
     def linear(self) -> Parameters:
         """The product that is the derivative of this one: straight through the rounding of x."""
         return self if self.activations is None else dataclasses.replace(self, activations=None)
+
+    def without_offset(self, dtype: Any) -> Self:
+        """The same with symmetric codes, and a result of another dtype."""
+        return dataclasses.replace(self, offset=None, out_dtype=np.dtype(dtype))
 
     def transposed(self, dtype: Any) -> Parameters:
         """The product that is the gradient of this one with respect to x."""
@@ -129,15 +141,17 @@ class Problem(Parameters):
         """Has x so few rows? Not where their number is a symbol, in a program exported for any of them."""
         return isinstance(self.m, int) and self.m <= rows
 
+    def symmetric(self) -> Problem:
+        """The problem without its offset, in the dtype in which what that adds is added."""
+        return self.without_offset(self.compute_dtype)
+
     def replace(self, **changes: Any) -> Problem:
         return dataclasses.replace(self, **changes)
 
 
-def problem_of(
-    parameters: Parameters, platform: str, x: Any, codes: Any, scale: Any = None, x_scale: Any = None
-) -> Problem:
+def problem_of(parameters: Parameters, platform: str, x: Any, codes: Any, scale: Any = None, *rest: Any) -> Problem:
     """The product of these operands (arrays or types)."""
-    del x_scale
+    del rest  # an offset has the shape of the scale
     batch = parameters.format.batch_of(codes)
     return Problem(
         **parameters.common(),
@@ -160,6 +174,7 @@ def parameters_of(
     x: Any,
     codes: Any,
     scale: Any,
+    offset: Any = None,
     *,
     fmt: str,
     form: str,
@@ -178,11 +193,12 @@ def parameters_of(
     one_of("preference", preference, PREFERENCES)
     one_of("activations", activations, (None, *ACTIVATIONS))
     one_of("backward", backward, (None, *ACTIVATIONS))
-    block = check_storage(fmt, codes, scale, cols, block)
+    block = check_storage(fmt, codes, scale, cols, block, offset)
     out_dtype = result_dtype(x) if out_dtype is None else out_dtype
     precision = tuple(precision) if isinstance(precision, list) else precision
+    kind = None if offset is None else np.dtype(offset.dtype)
     return Parameters(
-        fmt, form, cols, block, np.dtype(out_dtype), precision, preference, activations, backward, by_scale
+        fmt, form, cols, block, np.dtype(out_dtype), precision, preference, activations, backward, by_scale, kind
     )
 
 
@@ -191,9 +207,9 @@ def result_dtype(x: Any) -> Any:
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
 
 
-def product_problem(x: Any, codes: Any, scale: Any, platform: str, **options: Any) -> Problem:
+def product_problem(x: Any, codes: Any, scale: Any, platform: str, *, offset: Any = None, **options: Any) -> Problem:
     """The problem that `qmatmul` makes of these arguments on a platform."""
-    return problem_of(parameters_of(x, codes, scale, **options), platform, x, codes, scale)
+    return problem_of(parameters_of(x, codes, scale, offset, **options), platform, x, codes, scale)
 
 
 def out_shape(parameters: Parameters, x: Any, codes: Any) -> tuple[int, ...]:

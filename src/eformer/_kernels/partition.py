@@ -165,7 +165,8 @@ def _axes(shaped: Any) -> list[Axes]:
 
 def split_product(operation: Any, problem: Problem, x: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
     whole, x, scale = _in_whole_groups(problem, x, codes, scale)
-    y = _product(operation, whole, tuple(x.shape[len(problem.batch) : -1]), len(scale) > 1)(x, codes, *scale)
+    x_scaled = bool(problem.apart(scale)[1])
+    y = _product(operation, whole, tuple(x.shape[len(problem.batch) : -1]), x_scaled)(x, codes, *scale)
     return _cut(y, problem, whole)
 
 
@@ -184,7 +185,8 @@ def split_groups(
     operation: Any, problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, *scale: jax.Array
 ) -> jax.Array:
     whole, x, scale = _in_whole_groups(problem, x, codes, scale)
-    return _cut(_groups(operation, whole, len(scale) > 1)(x, codes, sizes, *scale), problem, whole)
+    x_scaled = bool(problem.apart(scale)[1])
+    return _cut(_groups(operation, whole, x_scaled)(x, codes, sizes, *scale), problem, whole)
 
 
 @functools.lru_cache(maxsize=512)
@@ -203,8 +205,9 @@ def _groups(operation: Any, problem: Problem, x_scaled: bool) -> Any:
         sizes, begin = _own_groups(plan, sizes, x.shape[0], codes.shape[0])
         if not plan.get("g"):
             return operation.compute(mine, x, codes, sizes, *scale)
-        x, *rolled = (jnp.roll(o, -begin, 0) for o in (x, *scale[1:]))
-        return jnp.roll(operation.compute(mine, x, codes, sizes, *scale[:1], *rolled), begin, 0)
+        numbers, of_x = problem.apart(scale)
+        x, *rolled = (jnp.roll(o, -begin, 0) for o in (x, *of_x))
+        return jnp.roll(operation.compute(mine, x, codes, sizes, *numbers, *rolled), begin, 0)
 
     return splittable(rule, functools.partial(operation.compute, problem), local, problem.out_dtype)
 
@@ -281,7 +284,7 @@ def _local_problem(problem: Problem, rule: Rule, plan: Plan, x: Any, codes: Any,
 
 
 def _product_rule(problem: Problem, batch: Factors, rows: Factors, x_scaled: bool) -> Rule:
-    """x, codes, scale (and that of x) -> y, all with the batch axes in front, x and y with these axes of rows."""
+    """x, codes, scale (offset, scale of x) -> y, all with the batch axes in front, x and y with these axes of rows."""
     wide, factors, stored, scale = _stored_labels(problem)
     lead, m = (tuple(name for name, _ in named) for named in (batch, rows))
     k, out = (wide, "r") if problem.form == "dot" else ("r", wide)
@@ -291,7 +294,7 @@ def _product_rule(problem: Problem, batch: Factors, rows: Factors, x_scaled: boo
 
 
 def _stored_labels(problem: Problem) -> tuple[str, Factors, tuple[str, ...], list[tuple[str, ...]]]:
-    """The label of columns, the factors r (rows) and q (groups of columns), and labels of codes and scale."""
+    """The label of columns, the factors r (rows) and q (groups of columns), labels of codes, of scale and offset."""
     group = _group(problem)
     groups = problem.cols // group
     # Shardy refuses a product of factors one of which has size 1.
@@ -299,7 +302,7 @@ def _stored_labels(problem: Problem) -> tuple[str, Factors, tuple[str, ...], lis
     blocked = problem.format.blocked
     scale: list[tuple[str, ...]] = []
     if problem.scale_shape is not None and blocked:
-        scale = [("r", "q")]
+        scale = [("r", "q")] * (1 if problem.offset is None else 2)
     elif problem.scale_shape is not None:  # an axis of size 1 serves all rows or columns
         per_row, per_column = problem.scale_shape[0] == problem.rows, problem.scale_shape[1] != 1
         scale = [("r" if per_row else "u", wide if per_column else "v")]

@@ -28,6 +28,7 @@ class Candidate:
     `kind` is what a preference names. `run` takes the problem and the operands of the primitive. `why` is what
     `explain` says when it is chosen. Products that round x have rows of their own, those with `rounds_x`. `in_stack` is
     `run` for one entry of a stack, given as `index`, where there is such a kernel; `takes_stacks` says if it is there.
+    `takes_offsets` says if both multiply or decode with the offset of a problem, given as `offset`.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Candidate:
     rounds_x: bool = False
     in_stack: Callable[..., Any] | None = None
     takes_stacks: Callable[[], bool] = lambda: True
+    takes_offsets: Callable[[Any], bool] = lambda problem: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,12 @@ def anything(problem: Problem) -> None:
     del problem
 
 
+def always(problem: Problem) -> bool:
+    """`takes_offsets` of an implementation that does."""
+    del problem
+    return True
+
+
 def default_platform() -> str:
     """What programs are compiled for: "cpu", "tpu", "cuda" or "rocm", of which JAX calls the last two "gpu"."""
     name = jax.default_backend()
@@ -65,17 +73,23 @@ def default_platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def choose(candidates: Sequence[Candidate], problem: Problem) -> tuple[Candidate, Choice]:
-    """The first candidate that takes the problem, those of the preferred kind being asked first."""
+def choose(candidates: Sequence[Candidate], problem: Problem, corrected: bool = False) -> tuple[Candidate, Choice]:
+    """The first candidate that takes the problem, those of the preferred kind being asked first.
+
+    `corrected` says that the operation can add an offset to the result of a candidate that takes none.
+    """
     fitting = [c for c in candidates if c.rounds_x == (problem.activations is not None)]
     ranked = sorted(fitting, key=lambda c: problem.preference not in ("auto", c.kind))
     rejected: list[tuple[str, str]] = []
     for candidate in ranked:
         off = refusal(problem.fmt) if candidate.kind == "native" else None
-        why = off or candidate.supports(problem)
+        added = problem.offset is not None and not candidate.takes_offsets(problem)
+        why = off or candidate.supports(problem.symmetric() if added else problem)
+        why = "it has no kernel for zero points and biases" if why is None and added and not corrected else why
         if why is None:
             reason = candidate.why or f"quickest implementation for {problem.fmt} on {problem.platform}"
             reason = f"preference={problem.preference!r}" if candidate.kind == problem.preference else reason
+            reason += "; what offsets add is a product of its own" if added else ""
             return candidate, Choice(candidate.name, reason, _others(ranked, candidate.name, rejected))
         rejected.append((candidate.name, why))
     raise AssertionError(f"no implementation takes {problem}; the last one should")

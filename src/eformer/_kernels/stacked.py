@@ -22,36 +22,44 @@ from .parameters import Parameters, Problem
 from .select import Candidate
 
 
-def operands_of(parameters: Parameters, x: Any, codes: Any, scale: Any) -> list[Any] | None:
-    """The stack of the codes, the index and the stack of scales, where these are noted to be slices of one entry."""
-    found = [_stacks.place_of(array) for array in (codes, scale) if array is not None]
+def operands_of(parameters: Parameters, x: Any, codes: Any, *numbers: Any) -> list[Any] | None:
+    """The stack of the codes, the index and the stacks of scales and offsets, where these are noted to be slices of one
+    entry."""
+    found = [_stacks.place_of(array) for array in (codes, *numbers)]
     places = [place for place in found if place is not None]
     if len(places) < len(found) or parameters.by_scale or parameters.backward or avals.typed_by_a_mesh(x, codes):
         return None
-    stack, *scales = (place.stack for place in places)
+    stack, *others = (place.stack for place in places)
     same = all(place.index is places[0].index for place in places)
-    return [stack, places[0].index, *scales] if same else None
+    return [stack, places[0].index, *others] if same else None
 
 
-def _taken(codes: Any, index: Any, *rest: Any) -> list[Any]:
-    """Codes and scale of the entry, and the scale of x, which is in no stack."""
-    stored = [lax.dynamic_index_in_dim(array, index, keepdims=False) for array in (codes, *rest[:1])]
-    return [*stored, *rest[1:]]
+def _taken(parameters: Parameters, codes: Any, index: Any, *rest: Any) -> list[Any]:
+    """Codes, scale and offset of the entry, and the scale of x, which is in no stack."""
+    numbers, of_x = parameters.apart(rest)
+    return [*(_entry(array, index) for array in (codes, *numbers)), *of_x]
 
 
-def _types(codes: Any, index: Any, *rest: Any) -> list[Any]:
+def _entry(array: Any, index: Any) -> Any:
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+def _types(parameters: Parameters, codes: Any, index: Any, *rest: Any) -> list[Any]:
     """As `_taken`, of types."""
-    stored = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in (codes, *rest[:1])]
-    return [*stored, *rest[1:]]
+    numbers, of_x = parameters.apart(rest)
+    stored = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in (codes, *numbers)]
+    return [*stored, *of_x]
 
 
 def _reads_stacks(candidate: Candidate) -> Candidate:
     """The implementation for stacks: its own, or the one for single entries on what is taken out."""
 
-    def run(problem: Problem, x: Any, codes: Any, index: Any, *rest: Any) -> Any:
+    def run(problem: Problem, x: Any, codes: Any, index: Any, scale: Any = None, *rest: Any, **offset: Any) -> Any:
         if candidate.in_stack is not None and candidate.takes_stacks():
-            return candidate.in_stack(problem, x, codes, *rest, index=index)
-        return candidate.run(problem, x, *_taken(codes, index, *rest))
+            return candidate.in_stack(problem, x, codes, scale, *rest, index=index, **offset)
+        taken = None if scale is None else _entry(scale, index)
+        offset = {name: _entry(array, index) for name, array in offset.items()}
+        return candidate.run(problem, x, _entry(codes, index), taken, *rest, **offset)
 
     return dataclasses.replace(candidate, run=run)
 
@@ -66,7 +74,7 @@ def in_stack(product: Operation) -> Operation:
             return again(jnp.moveaxis(x, dims[0], 0), codes, *rest), 0
 
         def taken(x: Any, *stored: Any) -> Any:
-            return product.bind(parameters, x, *_taken(*stored), announced=True)
+            return product.bind(parameters, x, *_taken(parameters, *stored), announced=True)
 
         return jax.vmap(taken, in_axes=tuple(dims))(*operands), 0
 
@@ -76,13 +84,20 @@ def in_stack(product: Operation) -> Operation:
 
         return product.arrange(multiply, problem, x, codes, *rest)
 
+    def correction(problem: Problem, x: Any, *stored: Any) -> jax.Array:
+        assert product.correction is not None
+        return product.correction(problem, x, *_taken(problem, *stored))
+
     return Operation(
         f"{product.name}_in_stack",
         ("x", "codes", "index", "scale"),
-        result=lambda parameters, x, *stored: product.result(parameters, x, *_types(*stored)),
-        problem=lambda parameters, platform, x, *stored: product.problem(parameters, platform, x, *_types(*stored)),
+        result=lambda parameters, x, *stored: product.result(parameters, x, *_types(parameters, *stored)),
+        problem=lambda parameters, platform, x, *stored: product.problem(
+            parameters, platform, x, *_types(parameters, *stored)
+        ),
         candidates=tuple(map(_reads_stacks, product.candidates)),
         batch=batch,
-        split=lambda operation, problem, x, *stored: product.split(product, problem, x, *_taken(*stored)),
+        split=lambda operation, problem, x, *stored: product.split(product, problem, x, *_taken(problem, *stored)),
         arrange=arrange,
+        correction=correction,
     )

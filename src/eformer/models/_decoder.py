@@ -17,6 +17,7 @@ import numpy as np
 
 from eformer._core import implicit, materialize
 from eformer._formats.cache.array import QuantizedCache
+from eformer._kernels.attention import attend
 
 Params = dict[str, Any]
 # Keys and values, (layers, batch, heads, context, size) each; or a list of such pairs, one for every layer.
@@ -263,21 +264,24 @@ def _attention(
     rope, window = config.rope(kind), config.window(kind)
     if rope is not None:
         q, keys = (_rotate(part, places, rope, config.rope_halves) for part in (q, keys))
-    there = places
+    there, scale = places, config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     keys, values = (jnp.swapaxes(part, 1, 2) for part in (keys, values))  # (batch, heads, time, size)
     if cache is not None:
         begin = (0, 0, places[0], 0)
         if number is None:
             cache = tuple(_put(old, new, begin) for old, new in zip(cache, (keys, values), strict=True))
-            keys, values = cache
         else:
             cache = tuple(
                 _put(old, new[None], (number, *begin)) for old, new in zip(cache, (keys, values), strict=True)
             )
-            keys, values = (part[number] for part in cache)
+        if x.shape[1] == 1:
+            q = q.reshape(x.shape[0], config.kv_heads, -1, config.head_size)
+            how = {"factor": scale, "cap": config.attention_cap, "window": window}
+            mixed = attend(q, cache[0], cache[1], places[0], number, **how)
+            return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), cache
+        keys, values = cache if number is None else (part[number] for part in cache)
         keys, values, there = keys.astype(x.dtype), values.astype(x.dtype), jnp.arange(keys.shape[2])
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups
-    scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     scores = _capped(jnp.einsum("btkgd,bksd->bkgts", q, keys) * scale, config.attention_cap)
     seen = there <= places[:, None]
     if window is not None:

@@ -40,14 +40,16 @@ class Call:
     @property
     def problem(self) -> Problem:
         case, options = self.case, {"form": self.form, "out_dtype": self.out_dtype}
-        return product_problem(self.x, case.codes, case.scale, "cpu", fmt=case.fmt, cols=case.cols, **options)
+        options |= {"fmt": case.fmt, "cols": case.cols, "offset": case.offset}
+        return product_problem(self.x, case.codes, case.scale, "cpu", **options)
 
     def __str__(self) -> str:
         case, dtype = self.case, np.dtype(self.x.dtype).name
         scale = None if case.scale is None else f"{case.scale.dtype}{list(case.scale.shape)}"
         return (
             f"{case.fmt} {self.form} x={dtype}{list(self.x.shape)} D={list(case.dense.shape)} "
-            f"codes={list(case.codes.shape)} scale={scale} isa={self.isa} threads={self.threads}"
+            f"codes={list(case.codes.shape)} scale={scale} offset={getattr(case.offset, 'dtype', None)} "
+            f"isa={self.isa} threads={self.threads}"
         )
 
 
@@ -63,11 +65,11 @@ def compute(calls: list[Call]) -> list[np.ndarray]:
     def program(poison: list[jax.Array], operands: list[tuple[Any, ...]]) -> list[jax.Array]:
         del poison
         return [
-            cpu.qmatmul(problem, *given, isa=call.isa, threads=call.threads)
+            cpu.qmatmul(problem, *given[:3], offset=given[3], isa=call.isa, threads=call.threads)
             for problem, given, call in zip(problems, operands, calls, strict=True)
         ]
 
-    operands = [(jnp.asarray(c.x), c.case.codes, c.case.scale) for c in calls]
+    operands = [(jnp.asarray(c.x), c.case.codes, c.case.scale, c.case.offset) for c in calls]
     pairs = zip(problems, calls, strict=True)
     poison = poisoned(*((out_shape(p, call.x, call.case.codes), p.out_dtype) for p, call in pairs))
     before = {array.unsafe_buffer_pointer() for array in poison}

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import eformer as ef
 from eformer._kernels import cuda, qgather, qmatmul, qragged_dot
-from eformer._kernels.cuda import _wide
+from eformer._kernels.attention import attend
+from eformer._kernels.cuda import _attention, _wide, tuning
+from eformer._kernels.formats import FORMATS
 from eformer._kernels.matmul import IN_STACK
 from eformer._kernels.parameters import parameters_of
 
@@ -35,6 +38,14 @@ TABLE += [
 MORE = ({"fmt": "int4", "block": 64}, {"fmt": "fp4", "block": 32}, {"fmt": "fp8_e4m3"})
 TABLE += [(50, 1024, m, how) for how in MORE for m in (3, 12)]
 TABLE += [(136, 1280, m, how) for how in MORE for m in (12, 40, 140)]
+# Zero points and biases of int4, bytes in blocks: for few rows, whole chunks and odd ones, and in the wide kernel.
+SHIFTED = [
+    {"fmt": "int4", "block": block, "offset": kind} for block, kind in ((64, "zero"), (32, "zero"), (128, "bias"))
+]
+BYTES = [{"fmt": fmt, "block": 64} for fmt in ("int8_block", "fp8_e4m3_block")]
+TABLE += [(50, cols, m, how) for how in SHIFTED for cols, m in ((1024, 3), (1024, 12), (1000, 9))]
+TABLE += [(50, 1024, m, how) for how in (*BYTES, BYTES[0] | {"offset": "zero"}) for m in (3, 12)]
+TABLE += [(136, 1280, m, how) for how in (*SHIFTED, *BYTES) for m in (40, 140)]
 # Tiles that are launched behind the others.
 TABLE += [(8576, 1280, 250, NF4)]
 # x rounded to 8 bits: with and without splits, tiles with edges.
@@ -44,13 +55,34 @@ ROUNDED = [
     for form in ("dot", "axpy")
     for m in (3, 40, 140, 300)
 ]
+# Attention over caches: a cluster of blocks for each head, and one block; sizes of which INT4 pads one.
+ATTENDED = [
+    (keys, values, size, group, positions, layers)
+    for keys, values in _attention.PAIRS
+    for size, group, positions in ((128, 4, 300), (80 if keys == values else 64, 12, 50))
+    for layers in (None, 3)
+]
 PER_BYTE = {"int8": 1, "fp8_e4m3": 1, "ternary": 4, "binary": 8}
 
 
-def in_stack(x: Any, codes: Any, scale: Any, **how: Any) -> jax.Array:
+def in_stack(x: Any, codes: Any, scale: Any, offset: Any = None, **how: Any) -> jax.Array:
     """The product with the last of three equal entries."""
-    stored = [jnp.asarray(array)[None].repeat(3, 0) for array in (codes, scale)]
-    return IN_STACK.bind(parameters_of(x, codes, scale, **how), x, stored[0], jnp.int32(2), stored[1])
+    numbers = [array for array in (scale, offset) if array is not None]
+    stored = [jnp.asarray(array)[None].repeat(3, 0) for array in (codes, *numbers)]
+    return IN_STACK.bind(parameters_of(x, codes, scale, offset, **how), x, stored[0], jnp.int32(2), *stored[1:])
+
+
+def storage(rng: np.random.Generator, rows: int, cols: int, how: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Codes and scale of a random matrix, and the options of its products: with an array for what offset it has."""
+    if "block" not in how:
+        codes = rng.integers(0, 2, (rows, -(-cols // PER_BYTE[how["fmt"]]))) * 0x55
+        return codes.astype(FORMATS[how["fmt"]].code_dtype), rng.random((rows, 1)).astype(np.float32), how
+    row, blocks = FORMATS[how["fmt"]], -(-cols // how["block"])
+    codes = rng.integers(0, 96 if row.per_code == 1 else 256, (rows, blocks, how["block"] // row.per_code))
+    scale, kind = rng.random((rows, blocks)).astype(np.float32), how.get("offset")
+    if kind is not None:
+        how = how | {"offset": rng.integers(0, 16, scale.shape).astype(np.uint8 if kind == "zero" else np.float32)}
+    return codes.astype(row.code_dtype), scale, how
 
 
 def main() -> None:
@@ -58,25 +90,21 @@ def main() -> None:
     rng = np.random.default_rng(0)
     table = [TABLE[int(number)] for number in sys.argv[1:]] or TABLE
     small = _wide.SMALL
-    for rows, cols, m, how in table:
+    for rows, cols, m, what in table:
         _wide.SMALL = (
             small if cols == 1280 else {}
         )  # INT8 with 12 rows: the wide kernel there, the skinny one elsewhere
         x = jnp.asarray(rng.standard_normal((m, cols)), jnp.bfloat16)
-        if "block" in how:
-            shape = (rows, -(-cols // how["block"]), how["block"] // 2)
-            codes, scale = rng.integers(0, 256, shape).astype(np.uint8), rng.random(shape[:2]).astype(np.float32)
-        else:
-            codes = rng.integers(0, 2, (rows, -(-cols // PER_BYTE[how["fmt"]]))) * 0x55
-            codes = codes.astype(np.int8 if how["fmt"] == "int8" else np.uint8)
-            scale = rng.random((rows, 1)).astype(np.float32)
+        codes, scale, how = storage(rng, rows, cols, what)
         y = qmatmul(x, codes, scale, form="dot", cols=cols, **how)
         # The other form only where the matrix product is not XLA's, whose own kernels the sanitizer does not survive.
         back = qmatmul(jnp.ones((m, rows), x.dtype), codes, scale, form="axpy", cols=cols, **how) if cols == 1280 else y
         looked_up = qgather(codes, scale, np.arange(0, rows, 3), cols=cols, **how)
         sizes = jnp.array([m // 2, m - m // 2])
-        stack = codes[None].repeat(2, 0)
-        ragged = qragged_dot(x, stack, scale, sizes, form="dot", cols=cols, **how) if m <= 64 else y
+        two = {"offset": how["offset"][None].repeat(2, 0)} if "offset" in how else {}
+        stack = [array[None].repeat(2, 0) for array in (codes, scale)]
+        grouped = m <= 64 and how["fmt"] in cuda.LIMITS.formats
+        ragged = qragged_dot(x, *stack, sizes, form="dot", cols=cols, **how | two) if grouped else y
         entry = y if m > 64 else in_stack(x, codes, scale, form="dot", cols=cols, **how)
         found = jax.block_until_ready((y, back, looked_up, ragged, entry))
         assert all(bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in found)
@@ -89,6 +117,24 @@ def main() -> None:
             y = multiply(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
     print(f"{len(ROUNDED)} products that round x: finite")
+    check_attention(rng)
+
+
+def check_attention(rng: np.random.Generator) -> None:
+    tuning.ATTENDED = _attention.PAIRS  # also what XLA is as quick for
+    for *kinds, size, group, positions, layers in ATTENDED:
+        q, rows = (
+            jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+            for shape in ((2, 3, group, size), (layers or 1, 2, 3, positions, size))
+        )
+        keys, values = (ef.QuantizedCache.quantize(rows if layers else rows[0], kind) for kind in kinds)
+        index = jnp.int32(layers - 1) if layers else None
+        how = {"factor": size**-0.5, "window": positions // 2 if group == 12 else None}
+        run = ef.implicit(lambda *given, index=index, how=how: attend(*given, index, **how))
+        given = (q, keys, values, jnp.int32(positions - 7))
+        assert "native_cuda" in str(ef.explain(run)(*given))
+        assert bool(jnp.isfinite(run(*given).astype(jnp.float32)).all())
+    print(f"{len(ATTENDED)} times attention over a cache: finite")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import re
@@ -17,9 +18,10 @@ import eformer as ef
 from eformer._kernels import cuda, explain, native, qgather, qragged_dot
 from eformer._kernels import formats as table
 from eformer._kernels.cuda import _wide, tuning
-from eformer._kernels.parameters import product_problem
+from eformer._kernels.native import BF16
+from eformer._kernels.parameters import Problem, product_problem
 
-from ..cases import NIBBLES, make_case
+from ..cases import NIBBLES, OFFSETS, make_case, with_offset
 
 FORMATS, IN_BLOCKS = cuda.LIMITS.formats, ("nf4", *NIBBLES)
 DECODED = tuple(fmt for fmt in table.FORMATS if fmt not in FORMATS)
@@ -89,20 +91,107 @@ def test_lowering_calls_the_kernel(fmt: str) -> None:
 
 @pytest.mark.usefixtures("present")
 def test_formats_without_a_fused_kernel_are_decoded() -> None:
-    """Many rows: first; rows of a table: those asked for. For few rows blocks of bytes have a kernel, others XLA."""
-    few, many = jnp.ones((4, 512), jnp.bfloat16), jnp.ones((40, 512), jnp.bfloat16)
+    """Many rows: first; rows of a table: those asked for. Few rows are for XLA."""
+    many = jnp.ones((40, 512), jnp.bfloat16)
     for fmt in DECODED:
         case = make_case(RNG, fmt, 64, 512)
-        assert lowered(case.product, many).count("@eformer_cuda_dequant") == 1
         looked_up = lowered(lambda i, c=case: qgather(c.codes, c.scale, i, fmt=c.fmt, cols=512), jnp.arange(3))
         assert "@eformer_cuda_gather" in looked_up
         if fmt in tuning.BYTE_BLOCKS:
-            assert "@eformer_cuda_qmatmul" in lowered(case.product, few)
-            odd = choice(fmt, 4, form="axpy")
-        else:
-            odd = choice(fmt, 4)
+            continue
+        assert lowered(case.product, many).count("@eformer_cuda_dequant") == 1
+        odd = choice(fmt, 4)
         assert odd.name == "xla"
         assert f"no kernel for {fmt} with 16 rows or fewer" in dict(odd.rejected)["native_cuda"]
+
+
+@pytest.mark.usefixtures("present")
+@pytest.mark.parametrize("fmt", tuning.BYTE_BLOCKS)
+def test_blocks_of_bytes(fmt: str) -> None:
+    """Up to 16 rows, more, so many that decoding first is quicker; the other form; what neither kernel takes."""
+    case = make_case(RNG, fmt, 512, 512, block=128)
+    calls = {("dot", 1): "qmatmul", ("dot", 16): "qmatmul", ("dot", 17): "wide", ("dot", 1000): "wide"}
+    calls |= {("axpy", 1): "wide", ("axpy", 16): "wide", ("axpy", 300): "wide", ("dot", 5000): "dequant"}
+    for (form, m), target in calls.items():
+        text = lowered(lambda x, form=form: case.product(x, form), jnp.ones((m, 512), jnp.bfloat16))
+        assert re.findall(r"@eformer_cuda_(\w+)", text) == [target], (form, m)
+        assert ("dot_general" in text) == (target == "dequant")
+    for dtype in (jnp.float16, jnp.float32):
+        assert "@eformer_cuda_dequant" in lowered(case.product, jnp.ones((40, 512), dtype))
+    odd = make_case(RNG, fmt, 512, 512, block=48)
+    assert "@eformer_cuda_dequant" in lowered(odd.product, jnp.ones((40, 512), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((4, 512), jnp.bfloat16)
+    found = explain(product_problem(x, odd.codes, odd.scale, "cuda", fmt=fmt, form="dot", cols=512))
+    assert found.name == "xla"
+    assert f"no kernel for {fmt} with 16 rows or fewer" in dict(found.rejected)["native_cuda"]
+
+
+def test_the_costs_of_what_the_tables_were_not_fitted_to() -> None:
+    """Blocks of bytes and offsets leave products to decoding first with fewer rows of x than what they resemble."""
+    shape: Any = {"rows": 4096, "cols": 14336, "x_dtype": BF16, "form": "axpy", "out_dtype": BF16}
+
+    def most(fmt: str, offset: Any = None) -> int:
+        blocks: Any = {"block": None} if fmt == "int8" else {"block": 64}
+        made = Problem(fmt, **shape, **blocks, offset=offset)
+        return max(m for m in range(128, 4097, 128) if _wide.takes(made.replace(m=m)))
+
+    assert most("int8") > most("int8_block") >= 256
+    assert most("int4") > most("int4", np.dtype(np.uint8)) >= 256
+
+
+def operands(text: str) -> list[str]:
+    """Types of what the one custom call gets."""
+    (call,) = re.findall(r"custom_call @eformer_cuda_\w+\(.*?: \((.*?)\) ->", text)
+    return re.findall(r"tensor<(.*?)>", call)
+
+
+@pytest.mark.usefixtures("present")
+@pytest.mark.parametrize("kind", OFFSETS)
+def test_offsets_are_an_operand(kind: str) -> None:
+    """One call and no second product; zero points stay bytes, biases what they are."""
+    stored = "ui8" if kind == "zero" else "f16"
+    case = with_offset(RNG, make_case(RNG, "int4", 256, 512), kind, np.float16)
+    calls = {("dot", 1): "qmatmul", ("dot", 16): "qmatmul", ("dot", 64): "wide", ("axpy", 1): "wide"}
+    calls |= {("axpy", 300): "wide", ("dot", 5000): "dequant"}
+    for (form, m), target in calls.items():
+        x = jnp.ones((m, 512 if form == "dot" else 256), jnp.bfloat16)
+        text = lowered(lambda x, form=form: case.product(x, form), x)
+        assert re.findall(r"@eformer_cuda_(\w+)", text) == [target], (form, m)
+        assert text.count("dot_general") == (target == "dequant")
+        assert f"1x256x8x{stored}" in operands(text)
+    experts = with_offset(RNG, make_case(RNG, "int4", 64, 512, batch=(4,)), kind, np.float16)
+    how: Any = {"fmt": "int4", "cols": 512}
+    given = (jnp.ones((9, 512), jnp.bfloat16), experts.codes, experts.scale, jnp.array([2, 3, 0, 4]))
+    text = lowered(lambda *given: qragged_dot(*given, form="dot", offset=experts.offset, **how), *given)
+    assert "@eformer_cuda_ragged" in text
+    assert f"4x64x8x{stored}" in operands(text)
+    text = lowered(lambda i: qgather(case.codes, case.scale, i, offset=case.offset, **how), jnp.arange(3))
+    assert "@eformer_cuda_gather" in text
+    assert f"1x256x8x{stored}" in operands(text)
+
+
+@pytest.mark.usefixtures("present")
+def test_offsets_of_other_blocks_and_types() -> None:
+    """Short blocks of biases, results of float32, other integers: what takes them, and that nothing is added behind."""
+    x = jnp.ones((40, 512), jnp.bfloat16)
+    short = {kind: with_offset(RNG, make_case(RNG, "int4", 256, 512, block=32), kind) for kind in OFFSETS}
+    assert "@eformer_cuda_wide" in lowered(short["zero"].product, x)
+    assert "@eformer_cuda_dequant" in lowered(short["bias"].product, x)  # float32 shares a scale among 64 at least
+    assert "@eformer_cuda_qmatmul" in lowered(short["bias"].product, x[:16])
+    long = with_offset(RNG, make_case(RNG, "int4", 256, 512), "zero")
+    assert "@eformer_cuda_wide" in lowered(lambda x: long.product(x, out_dtype=jnp.float32), x)
+    bytes_ = with_offset(RNG, make_case(RNG, "int8_block", 256, 512, block=32), "zero")
+    assert "@eformer_cuda_qmatmul" in lowered(bytes_.product, x[:8])
+    for case in (bytes_, with_offset(RNG, make_case(RNG, "int3", 256, 512), "bias")):
+        text = lowered(case.product, x)
+        assert text.count("@eformer_cuda_dequant") == text.count("dot_general") == 1
+    wide = dataclasses.replace(long, offset=jnp.zeros(long.scale.shape, np.float32))
+    assert operands(lowered(wide.product, x)).count("1x256x8xf32") == 2
+    few = with_offset(RNG, make_case(RNG, "int8_block", 256, 896, block=128), "zero")  # rows of 7 bytes
+    how: Any = {"fmt": "int8_block", "form": "dot", "cols": 896, "offset": few.offset}
+    found = explain(product_problem(jnp.ones((4, 896), jnp.bfloat16), few.codes, few.scale, "cuda", **how))
+    assert found.name == "xla"
+    assert "a product of its own" in found.reason
 
 
 @pytest.mark.usefixtures("present")

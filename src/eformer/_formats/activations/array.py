@@ -101,10 +101,6 @@ class ActivationArray(Wrapped):
         """The dense array that `w` stands for."""
         return self.w.materialize()
 
-    def dequantize(self) -> jax.Array:
-        """The dense array; another name for `materialize`."""
-        return self.materialize()
-
     def with_key(self, key: jax.Array | None) -> ActivationArray:
         """A copy that rounds gradients (`backward`) stochastically, by this key; None rounds to the nearest again.
 
@@ -123,21 +119,6 @@ class ActivationArray(Wrapped):
     def around(self, weight: Any, **changes: Any) -> Any:
         """The same settings around another weight; a dense one has none."""
         return super().around(weight, **changes) if isinstance(weight, ImplicitArray) else weight
-
-    def stored_like(self, other: Any) -> Any:
-        return self.around(self.w.stored_like(other.w)) if isinstance(other, ActivationArray) else self
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.sharding is not None
-
-    reshard = Wrapped.with_sharding
-
-    def delete(self) -> None:
-        """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
-        for leaf in jax.tree.leaves(self):
-            if isinstance(leaf, jax.Array):
-                leaf.delete()
 
     @classmethod
     def tangent_error(cls) -> Exception:

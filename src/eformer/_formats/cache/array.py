@@ -46,7 +46,15 @@ class QuantizedCache(ArrayInt):
     Array(1, dtype=bfloat16)
     """
 
+    packed: Any = None
+    scale: Any = None
+
     def __post_init__(self) -> None:
+        if self.scale is None or isinstance(self.packed, (int, tuple, list)):
+            raise TypeError(
+                "QuantizedCache(packed, scale) takes what a cache stores. An empty one is QuantizedCache.zeros(shape, "
+                "dtype), one of rows that exist QuantizedCache.quantize(array)."
+            )
         if self.zero is not None or self.bias is not None:
             raise ValueError("a QuantizedCache is symmetric: it has no zero points and no bias. Leave both out.")
         if self.axis is None:

@@ -80,15 +80,16 @@ class ArrayInt(QuantizedArray):
         return self.block_size
 
     @property
+    def kernel_offset_is_exact(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.zero is None or self.zero.dtype == jnp.uint8
+
+    @property
     def kernel_offset(self) -> jax.Array | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What the values have beyond `(code - 2**(bits - 1)) * scale`."""
-        if self.symmetric:
-            return None
+        """Zero points and biases as they are; floating zero points as biases."""
+        if self.kernel_offset_is_exact:
+            return self.bias if self.zero is None else self.zero
         large = wide(self.dtype)
-        half, scale = 2 ** (self.bits - 1), self.frozen_scale().astype(large)
-        if self.bias is None:
-            return (half - self.zero.astype(large)) * scale
-        return self._frozen_bias().astype(large) + half * scale
+        return -self.zero.astype(large) * self.part(self.scale_part).astype(large)
 
     def _frozen_bias(self) -> Any:
         return self.bias if self.carries_factor else frozen(self.bias, self.format)

@@ -10,14 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..native import Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
+from ..native import (
+    FLOATS,
+    Limits,
+    Loaded,
+    call,
+    in_one_batch_axis,
+    library_of,
+    load,
+    offset_in_one_batch_axis,
+    storage_attributes,
+)
 from ..parameters import FORMS, Problem
 
 LIBRARY = library_of(
     "cpu",
     compiler="C++ compiler",
     package=__name__,
-    abi=3,
+    abi=4,
     targets={
         "qmatmul": "EformerQmatmul",
         "ragged": "EformerRagged",
@@ -153,32 +163,60 @@ def takes_stacks() -> bool:
     return LIBRARY.has(loaded().handle, "stack_qmatmul")
 
 
+def takes_offsets(problem: Problem) -> bool:
+    return problem.offset in (np.uint8, *FLOATS)
+
+
 def qmatmul(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, *, index: Any = None, **how: Any
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: Any = None,
+    *,
+    offset: Any = None,
+    index: Any = None,
+    **how: Any,
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
-    return _products(problem, "qmatmul", x, codes, [scale], index, how)
+    given = [offset_in_one_batch_axis(problem, offset, stacked=index is not None)]
+    return _products(problem, "qmatmul", x, codes, [scale], given, index, how)
 
 
 def qragged(
-    problem: Problem, x: jax.Array, codes: jax.Array, group_sizes: jax.Array, scale: Any = None, **how: Any
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    group_sizes: jax.Array,
+    scale: Any = None,
+    *,
+    offset: Any = None,
+    **how: Any,
 ) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
-    return _product(problem, "ragged", result, [x, codes, scale, group_sizes.astype(jnp.int32)], 1, how)
+    operands = [x, codes, scale, offset, group_sizes.astype(jnp.int32)]
+    return _product(problem, "ragged", result, operands, 1, how)
 
 
 def byte_matmul(
     problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, *, index: Any = None, **how: Any
 ) -> jax.Array:
     """The product of one problem whose x is rounded to int8."""
-    return _products(problem, "byte_matmul", x, codes, [scale, x_scale], index, how)
+    return _products(problem, "byte_matmul", x, codes, [scale, x_scale], [], index, how)
 
 
 def _products(
-    problem: Problem, name: str, x: jax.Array, codes: jax.Array, scales: list[Any], index: Any, how: Any
+    problem: Problem,
+    name: str,
+    x: jax.Array,
+    codes: jax.Array,
+    scales: list[Any],
+    more: list[Any],
+    index: Any,
+    how: Any,
 ) -> jax.Array:
     operands, n_batch = in_one_batch_axis(problem, x, codes, *scales, stacked=index is not None), len(problem.batch)
+    operands += more
     shape = (*x.shape[: n_batch + 1], problem.rows if problem.form == "dot" else problem.cols)
     result = (operands[0].shape[0], *shape[n_batch:])
     if index is not None:
@@ -203,11 +241,13 @@ def _product(
     return y
 
 
-def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None, **how: Any) -> jax.Array:
+def qgather(
+    problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None, *, offset: Any = None, **how: Any
+) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
     result = ((indices.shape[0], problem.cols), problem.out_dtype)
     attributes = {**storage_attributes(problem), **_how(math.prod(result[0]), **how)}
-    (rows,) = call(LIBRARY, "gather", [result], [codes, scale, indices.astype(jnp.int32)], **attributes)
+    (rows,) = call(LIBRARY, "gather", [result], [codes, scale, offset, indices.astype(jnp.int32)], **attributes)
     return rows
 
 

@@ -1,7 +1,7 @@
 """CUDA C++ kernels (csrc/cuda), called through XLA's foreign function interface.
 
-Few rows of x, and on Hopper up to a thousand: a kernel decodes while it multiplies. More: the matrix is decoded once,
-at the speed of a copy, and XLA multiplies with cuBLAS.
+Few rows of x, and on Hopper up to a few thousand: a kernel decodes while it multiplies. More: the matrix is decoded
+once, at the speed of a copy, and XLA multiplies with cuBLAS.
 """
 
 from __future__ import annotations
@@ -15,16 +15,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..formats import FORMATS
-from ..native import BF16, F16, F32, Limits, Loaded, call, in_one_batch_axis, library_of, load, storage_attributes
+from ..native import (
+    BF16,
+    F16,
+    F32,
+    Limits,
+    Loaded,
+    call,
+    in_one_batch_axis,
+    library_of,
+    load,
+    offset_in_one_batch_axis,
+    storage_attributes,
+)
 from ..parameters import Problem
-from . import _bytes, _wide, ways
+from . import _attention, _bytes, _wide, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=6,
+    abi=7,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
@@ -33,6 +45,7 @@ LIBRARY = library_of(
         "gather": "EformerCudaQgather",
         "dequant": "EformerCudaDequant",
     },
+    later={"attention": "EformerCudaAttention"},
 )
 
 
@@ -62,7 +75,7 @@ def refuses_product(problem: Problem) -> str | None:
 
 def _refuses_few(problem: Problem) -> str | None:
     """Where the matrix would be decoded first, XLA is quicker."""
-    if problem.fmt in ways.FUSED or ways.is_few_in_byte_blocks(problem):
+    if problem.fmt in ways.FUSED or ways.chosen(problem) != "decode":
         return None
     return f"it has no kernel for {problem.fmt} with {FEW} rows or fewer, where decoding first is slower than XLA"
 
@@ -77,6 +90,13 @@ def refuses_ragged(problem: Problem) -> str | None:
 
 def refuses_gather(problem: Problem) -> str | None:
     return DECODED.refuses_lookup(problem) or refuses_machine(problem.platform)
+
+
+def refuses_attention(problem: Any) -> str | None:
+    why = _attention.refuses(problem) or refuses_machine(problem.platform)
+    if why or LIBRARY.has(loaded().handle, "attention"):
+        return why
+    return "the library was built before there was a kernel for this"
 
 
 def refuses_machine(platform: str) -> str | None:
@@ -108,6 +128,7 @@ def _refuses_groups(problem: Problem) -> str | None:
 
 # -- the custom calls: sizes and dtypes have been checked, what arrives here is what the handlers take -----------------
 
+F64 = jnp.dtype("float64")
 # Rows of x up to which scales are kept out of the decoded matrix.
 FOLD_M = 256
 
@@ -118,17 +139,21 @@ def qmatmul(
     codes: jax.Array,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
     index: Any = None,
     way: str | None = None,
 ) -> jax.Array:
-    """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
+    """The product of one problem, batch axes included; with an index, of that entry of stacks of what is stored."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
     run = {"few": _fused, "wide": _fused_wide, "decode": _decode_first}[way or ways.chosen(problem)]
     outs = problem.rows if problem.form == "dot" else problem.cols
-    return run(problem, rows, codes, scale, index).reshape(*x.shape[:-1], outs)
+    given = _offset(offset_in_one_batch_axis(problem, offset, stacked=index is not None))
+    return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], outs)
 
 
-def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, index: Any) -> jax.Array:
+def _fused(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+) -> jax.Array:
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, _ = x.shape
     if is_skinny(problem.fmt, m, problem.cols):
@@ -138,9 +163,14 @@ def _fused(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | 
     shape = (batch, m, problem.rows)
     sums = (splits * math.prod(shape) if splits > 1 else 0,)
     results = [(shape, problem.out_dtype if merge is None else F32), (sums, F32)]
-    operands = (x, codes, scale, _number(index))
+    operands = (x, codes, scale, offset, _number(index))
     y, _ = call(LIBRARY, "qmatmul", results, operands, **storage_attributes(problem), tiles=tiles, splits=splits)
     return y if merge is None else merge(y).astype(problem.out_dtype)
+
+
+def _offset(offset: jax.Array | None) -> jax.Array:
+    """Zero points or biases as kernels take them: without elements where there are none."""
+    return jnp.zeros((0,), jnp.uint8) if offset is None else offset.astype(F32) if offset.dtype == F64 else offset
 
 
 def _number(index: Any) -> jax.Array:
@@ -155,12 +185,14 @@ def _given(problem: Problem, x: jax.Array, scale: Any, index: Any, *, outside: b
     return lax.dynamic_slice_in_dim(scale, index * x.shape[0], x.shape[0])
 
 
-def _fused_wide(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, index: Any) -> jax.Array:
+def _fused_wide(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+) -> jax.Array:
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
     outs = problem.rows if problem.form == "dot" else problem.cols
     cut = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
-    operands = (x, codes, scale, _number(index))
+    operands = (x, codes, scale, offset, _number(index))
     result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
     how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
     (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **how)
@@ -216,7 +248,9 @@ def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[ja
     return jnp.concatenate([high.astype(BF16), low.astype(BF16)], axis=-2), scale, merge
 
 
-def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, index: Any) -> jax.Array:
+def _decode_first(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+) -> jax.Array:
     """One matrix at a time, so that only one decoded matrix exists."""
     outside = scale_stays_outside(problem, scale)
     after = _given(problem, x, scale, index, outside=True).astype(F32).reshape(x.shape[0], 1, -1) if outside else None
@@ -224,7 +258,7 @@ def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.A
     dtype = F32 if factors is not None and _wide.is_float32(problem) else problem.x_dtype  # integers are exact
 
     def one(number: Any, rows: jax.Array) -> jax.Array:
-        dense = _decoded(problem, codes, factors, dtype, number)
+        dense = _decoded(problem, codes, factors, offset, dtype, number)
         dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
         wide = problem.out_dtype if problem.out_dtype == dtype and after is None else F32
         return lax.dot_general(
@@ -247,30 +281,50 @@ def scale_stays_outside(problem: Problem, scale: jax.Array | None) -> bool:
     return not (scale is None or problem.format.blocked or problem.m > FOLD_M or _wide.scales_x(problem))
 
 
-def _decoded(problem: Problem, codes: jax.Array, scale: jax.Array | None, dtype: Any, number: Any) -> jax.Array:
+def _decoded(problem: Problem, codes: Any, scale: Any, offset: jax.Array, dtype: Any, number: Any) -> jax.Array:
     """One matrix: the only one, or the one with this number."""
     result = ((1, problem.rows, problem.cols), dtype)
-    (dense,) = call(LIBRARY, "dequant", [result], (codes, scale, _number(number)), **storage_attributes(problem))
+    operands = (codes, scale, offset, _number(number))
+    (dense,) = call(LIBRARY, "dequant", [result], operands, **storage_attributes(problem))
     return dense[0]
 
 
 def qragged(
-    problem: Problem, x: jax.Array, codes: jax.Array, group_sizes: jax.Array, scale: jax.Array | None = None
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    group_sizes: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    offset: jax.Array | None = None,
 ) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
     each = -(-problem.m // codes.shape[0])
     tiles, _ = cut(problem.fmt, codes.shape[0], each, problem.rows, problem.cols)
     if problem.format.blocked and scale is not None and scale.dtype == F16:
         scale = scale.astype(F32)
-    operands = (x, codes, scale, group_sizes.astype(jnp.int32))
+    operands = (x, codes, scale, _offset(offset), group_sizes.astype(jnp.int32))
     result = ((problem.m, problem.rows), problem.out_dtype)
     (y,) = call(LIBRARY, "ragged", [result], operands, **storage_attributes(problem), tiles=tiles)
     return y
 
 
-def qgather(problem: Problem, codes: jax.Array, indices: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+def qgather(
+    problem: Problem, codes: jax.Array, indices: jax.Array, scale: jax.Array | None = None, *, offset: Any = None
+) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
-    operands = (codes[None], None if scale is None else scale[None], indices.astype(jnp.int32))
+    scale, offset = (None if array is None else array[None] for array in (scale, offset))
+    operands = (codes[None], scale, _offset(offset), indices.astype(jnp.int32))
     result = ((indices.shape[0], problem.cols), problem.out_dtype)
     (rows,) = call(LIBRARY, "gather", [result], operands, **storage_attributes(problem))
     return rows
+
+
+def attention(problem: Any, *operands: jax.Array) -> jax.Array:
+    """One token over a quantized cache; with an index, over that entry of stacks."""
+    q, keys, values, place, index, *scales = problem.parts(operands)
+    flat = q.reshape(math.prod(problem.batch), problem.m, problem.cols)
+    given = (flat, keys, values, *scales, place.reshape(1), _number(index))
+    how = {"window": problem.window or 0, "factor": problem.factor, "cap": problem.cap or 0.0}
+    (y,) = call(LIBRARY, "attention", [(flat.shape, problem.out_dtype)], given, **how)
+    return y.reshape(q.shape)

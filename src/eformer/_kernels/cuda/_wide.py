@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 from jax import lax
 
 from ..formats import FORMATS
 from ..native import BF16, F16, F32
 from ..parameters import Problem
-from .tuning import BYTES, capability
+from .tuning import BYTE_BLOCKS, BYTES, capability
 
 FEWEST = 17  # rows of x in the dot form
 FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
@@ -25,11 +26,13 @@ FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
 SMALL: Mapping[str, int] = MappingProxyType({"nf4": 1 << 24} | dict.fromkeys(BYTES, 1 << 26))
 LONG = MappingProxyType({"nf4": 8192})  # or more columns than these
 # Rows of x from which on decoding once and multiplying with cuBLAS is as quick; for NF4 as sums of two bf16, earlier.
-# For large matrices of so many values the costs decide from 257 rows on.
-MOST, MOST_SUMS = 1024, 256
-LARGE, LARGE_M = 1 << 22, 256
+MOST, MOST_SUMS = 4096, 256
+# The costs decide from 257 rows on for large matrices of so many values, from 1025 on for small ones.
+LARGE, LARGE_M, SMALL_M = 1 << 22, 256, 1024
 # Microseconds of decoding first: two calls, a million values, a million multiplications.
 CALLS, DECODING, MULTIPLYING = 3.0, 0.76, 0.00278
+# What fused products take instead of what the tables below say: bytes with scales of blocks; zero points and biases.
+BLOCKS_OF_BYTES, OFFSETS = 1.2, 1.1
 
 
 class Cut(NamedTuple):
@@ -126,13 +129,18 @@ def can_take(problem: Problem) -> bool:
 
 
 def _takes_blocks(problem: Problem) -> bool:
-    """Values and scales are multiplied in float32, or, where they are exact in it, in bfloat16."""
+    """Values and scales are multiplied in float32, or, where they are exact in it, in bfloat16. So are zero points.
+
+    Bytes in blocks have that of bfloat16 alone, and none for offsets.
+    """
     block, kinds = problem.block or 1, (problem.x_dtype, problem.out_dtype)
+    if problem.fmt in BYTE_BLOCKS:
+        return kinds == (BF16, BF16) and block % 32 == 0 and problem.offset is None
     if not problem.format.in_nibbles:
         return False
     if problem.fmt == "nf4":
         return block % 64 == 0
-    if kinds == (BF16, BF16):
+    if kinds == (BF16, BF16) and (problem.offset is None or problem.offset == np.uint8):
         return block % 32 == 0
     return block % 64 == 0 and kinds not in ((BF16, F16), (F16, F32))
 
@@ -146,12 +154,12 @@ def takes(problem: Problem) -> bool:
     fewest = 1 if problem.form == "axpy" else FEWEST_SMALL if small else FEWEST
     if not fewest <= rows <= most or not can_take(problem):
         return False
-    large = rows > LARGE_M and problem.rows * problem.cols > LARGE
-    return not large or _beats_decoding(problem, rows)
+    large = problem.rows * problem.cols > LARGE
+    return rows <= (LARGE_M if large else SMALL_M) or _beats_decoding(problem, rows)
 
 
 def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:
-    if FORMATS[fmt].blocked:
+    if FORMATS[fmt].in_nibbles:
         return DOT_BLOCKS if form == "dot" else AXPY_BLOCKS
     return DOT if form == "dot" else AXPY
 
@@ -160,6 +168,7 @@ def _beats_decoding(problem: Problem, rows: int) -> bool:
     matrices, values = math.prod(problem.batch), problem.rows * problem.cols / 1e6
     outs, deep = (problem.rows, problem.cols) if problem.form == "dot" else (problem.cols, problem.rows)
     fused, _ = planned(problem.fmt, problem.form, matrices, rows, outs, deep)
+    fused *= BLOCKS_OF_BYTES if problem.fmt in BYTE_BLOCKS else 1.0 if problem.offset is None else OFFSETS
     return fused <= matrices * (CALLS + values * (DECODING + rows * MULTIPLYING))
 
 

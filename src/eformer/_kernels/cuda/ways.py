@@ -24,7 +24,7 @@ from .tuning import BYTE_BLOCKS, BYTES, capability, generation, is_skinny
 
 # The kernels of skinny.cuh and dot.cuh; that of wide.cuh; decoding first, then cuBLAS.
 WAYS = ("few", "wide", "decode")
-# Formats that are decoded while they are multiplied; of others, blocks of bytes for few rows of x.
+# Formats that are decoded while they are multiplied; so are some blocks of bytes (`is_few_in_byte_blocks`, `_wide`).
 FUSED = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2")
 # Formats whose products take as long as those of another one.
 LIKE = {"iq4_nl": "int4", "fp4": "int4", "fp8_e5m2": "fp8_e4m3"}
@@ -55,6 +55,8 @@ def is_few_in_byte_blocks(problem: Problem) -> bool:
     if problem.form != "dot" or problem.fmt not in BYTE_BLOCKS or _is_exact(problem) or problem.rows < 16:
         return False
     whole = block % 32 == 0 and (block & (block - 1)) == 0 and -(-problem.cols // block) * size % 16 == 0
+    if problem.offset is not None and -(-problem.cols // block) * problem.offset.itemsize % 4:  # copied in such pieces
+        return False
     return whole and is_skinny(problem.fmt, problem.m * (2 if _wide.doubles_rows(problem) else 1), problem.cols)
 
 

@@ -4,7 +4,8 @@
     int8, more rows    the conversion to the type of x is part of XLA's matrix product
     other formats      decode in one kernel, then one matrix product
 
-The decoded matrix is short-lived: four bits a value for ternary and binary up to M = 256, otherwise the type of x.
+The decoded matrix is short-lived: four bits a value for ternary and binary up to M = 256, otherwise the type of x, or
+float32 where scales are in it and the result is float32.
 With up to 16 rows of x a large matrix in blocks is decoded a quarter at a time: it is never there as a whole.
 """
 
@@ -75,7 +76,7 @@ def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) 
 
 def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     wide = problem.compute_dtype
-    operand = problem.x_dtype if problem.x_dtype.itemsize == 2 else wide
+    operand = _multiplied_as(problem)
     # Tied to x: matrices of later products are not decoded before their turn, so that one exists at a time.
     x, codes, scale = lax.optimization_barrier((x.astype(operand), codes, scale))
     if problem.form == "dot":
@@ -84,6 +85,12 @@ def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale
     dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
     y = lax.dot_general(x, dense.astype(operand), dims, precision=problem.precision, preferred_element_type=wide)
     return y if problem.form == "dot" else _natural(y, problem.format, problem.cols)
+
+
+def _multiplied_as(problem: Problem) -> np.dtype:
+    """The type of x, or a wider one: values of float32 products are not rounded to 16 bits. Codes alone are exact."""
+    exact = problem.scales_results_only or problem.out_dtype.itemsize == 2
+    return problem.x_dtype if problem.x_dtype.itemsize == 2 and exact else problem.compute_dtype
 
 
 def _kept_as(problem: Problem, scale: Any, operand: Any) -> Any:

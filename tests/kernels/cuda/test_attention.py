@@ -1,0 +1,54 @@
+"""The CUDA kernel for attention over a quantized cache. Runs with EFORMER_TEST_PLATFORM=cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eformer as ef
+
+from ..attention_cases import CACHES, attended, caches, error
+
+pytestmark = pytest.mark.gpu
+# Relative to the largest value: weights are sums of two bfloat16, or one.
+LIMITS = {"float32": 3e-5, "float16": 1e-3, "bfloat16": 8e-3}
+CASES: list[dict[str, Any]] = [
+    {"size": 64, "group": 1, "place": 0},
+    {"size": 128, "group": 4, "positions": 1024, "place": 700, "layers": 3},
+    {"size": 128, "group": 8, "positions": 1000, "heads": 8, "batch": 9},
+    {"size": 128, "group": 5, "positions": 333, "place": 1000, "cap": 3.0},
+    {"size": 256, "group": 16, "positions": 777, "window": 300, "place": 600},
+    {"size": 256, "group": 2, "positions": 64, "layers": 2},
+    {"size": 80, "group": 12, "positions": 130},
+    {"size": 128, "group": 4, "positions": 5000, "batch": 1, "heads": 2},
+]
+
+
+MIXED = ("int8", "int4")
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("kinds", CACHES, ids=str)
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_it_is_as_exact_as_the_dtype(key, kinds: tuple[str, str], options: dict[str, Any], dtype: str) -> None:
+    if kinds == MIXED and options["size"] == 80:
+        pytest.skip("left to XLA's products, whose float32 is TF32")
+    how = {"layers": 1, **options} if kinds == ("int8", "int8") else options  # which it takes out of stacks
+    assert error(key, kinds, dtype=jnp.dtype(dtype), kernel="native_cuda", **how) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(("kinds", "size"), [(("int8", "int8"), 64), (MIXED, 80)], ids=str)
+def test_what_is_left_to_products(key, kinds: tuple[str, str], size: int) -> None:
+    q, both = jnp.ones((2, 3, 4, size), jnp.bfloat16), caches(key, kinds, (2, 3, 50, size))
+    assert "cache_attention: products" in str(ef.explain(lambda *given: attended(*given, factor=1.0))(q, *both, 30))
+
+
+def test_what_is_not_seen_is_not_read_and_nothing_seen_is_nan(key) -> None:
+    q, (keys, values) = jnp.ones((2, 3, 4, 64), jnp.bfloat16), caches(key, MIXED, (2, 3, 50, 64))
+    spoilt = values.at[:, :, 31:].set(jnp.full((2, 3, 19, 64), jnp.nan))
+    np.testing.assert_array_equal(attended(q, keys, spoilt, 30, factor=1.0), attended(q, keys, values, 30, factor=1.0))
+    assert jnp.isnan(attended(q, keys, spoilt, 31, factor=1.0)).all()
+    assert jnp.isnan(attended(q, keys, values, -1, factor=1.0)).all()
