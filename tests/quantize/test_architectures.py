@@ -259,6 +259,9 @@ def test_defaults(model):
     assert all(d.reason.startswith("role: ") == (d.config is not None) for d in planned.decisions)
     bits = [b for d in planned.decisions if d.config is not None and (b := _bits(d)) > 6.5]
     assert not bits
+    flat = ef.plan_tree({name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, (_, shape) in wanted.items()})
+    configs = {".".join(d.leaf.names): d.config for d in planned.decisions}
+    assert {d.leaf.path: d.config for d in flat.decisions} == configs
 
 
 def _bits(decision) -> float:

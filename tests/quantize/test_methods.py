@@ -134,19 +134,47 @@ def twin_gptq(w: np.ndarray, moment: np.ndarray, tokens: int, scales: np.ndarray
     return made
 
 
-def twin_refit(w: np.ndarray, moment: np.ndarray, tokens: int, made: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """For each output the factors of its blocks that leave the least error, and hardly more than is needed."""
-    moment, block = twin_shrunk(moment, tokens), len(w) // len(scales)
-    h = moment / np.mean(np.diag(moment)) + gptq.DAMPING * np.eye(len(w))
-    better = made.copy()
+def twin_damped(moment: np.ndarray, tokens: int) -> np.ndarray:
+    moment = twin_shrunk(moment, tokens)
+    return moment / np.mean(np.diag(moment)) + gptq.DAMPING * np.eye(len(moment))
+
+
+def twin_costs(h: np.ndarray) -> np.ndarray:
+    """What an error of an input costs where those after it, in the order of `twin_gptq`, make up for what they can."""
+    left, costs = list(np.argsort(-np.diag(h), kind="stable")), np.zeros(len(h))
+    while left:
+        costs[left[0]] = 1 / np.linalg.inv(h[np.ix_(left, left)])[0, 0]
+        left = left[1:]
+    return costs
+
+
+def twin_refit(w: np.ndarray, h: np.ndarray, made: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each output the scales of its blocks that leave the least error, and hardly more than is needed."""
+    block = len(w) // len(scales)
+    better, moved = made.copy(), scales.copy()
     for n in range(w.shape[1]):
         units = np.zeros((len(w), len(scales)))
         for g in range(len(scales)):
             units[g * block : (g + 1) * block, g] = made[g * block : (g + 1) * block, n] / scales[g, n]
         a = units.T @ h @ units
         a += RIDGE * np.diag(np.diag(a))
-        better[:, n] += units @ np.linalg.solve(a, units.T @ h @ (w[:, n] - made[:, n]))
-    return better
+        moved[:, n] += np.linalg.solve(a, units.T @ h @ (w[:, n] - made[:, n]))
+        better[:, n] = units @ moved[:, n]
+    return better, moved
+
+
+def twin_revisit(w: np.ndarray, h: np.ndarray, made: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Row by row, of all values of the format the one with which the outputs have the least error."""
+    made, block = made.copy(), len(w) // len(scales)
+    for k in range(len(w)):
+        for n in range(w.shape[1]):
+            off, tried = made[:, n] - w[:, n], CODEBOOK.astype(np.float64) * scales[k // block, n]
+            errors = []
+            for value in tried:
+                off[k] = value - w[k, n]
+                errors.append(off @ h @ off)
+            made[k, n] = tried[np.argmin(errors)]
+    return made
 
 
 def test_scale_and_gptq_agree_with_numpy() -> None:
@@ -157,11 +185,16 @@ def test_scale_and_gptq_agree_with_numpy() -> None:
     np.testing.assert_allclose(np.asarray(found.absmax).T, scales, rtol=1e-5)
     np.testing.assert_allclose(found.materialize(), nearest(assumed, np.repeat(scales, 16, axis=0)), rtol=1e-5)
     assert stats.moment is not None
+    h = twin_damped(stats.moment, stats.tokens)
+    scales = twin_scale(assumed, twin_costs(h), 16)
     made = twin_gptq(assumed, stats.moment, stats.tokens, scales, 16)
-    better = twin_refit(assumed, stats.moment, stats.tokens, made, scales)
-    propagated = encode(w, stats, config, "gptq").materialize()
-    np.testing.assert_allclose(propagated, better, rtol=1e-3, atol=1e-6)
+    better, scales = twin_refit(assumed, h, made, scales)
     assert np.max(np.abs(better - made)) > 1e-2
+    for _ in range(2):
+        again = twin_revisit(assumed, h, better, scales)
+        assert np.any(again != better)
+        better, scales = twin_refit(assumed, h, again, scales)
+    np.testing.assert_allclose(encode(w, stats, config, "gptq").materialize(), better, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [2, 9, 40, 4000])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 
 from eformer._core import materialize, ste
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import as_index
-from eformer._jax import traces
+from eformer._jax import avals, traces
 from eformer._messages import shown
+from eformer.errors import ShardingError
 
 from . import inputs
 from .names import QuantizationType as QuantizationType
@@ -22,6 +25,7 @@ from .statistics import LeafStatistics
 from .stored import behind, is_packed, unchanged
 from .table import DEFAULT_BLOCK, FORMATS, Axis, Default, Format
 
+F = TypeVar("F", bound=Callable[..., Any])
 METHODS = ("round", "scale", "gptq", "awq", "awq+gptq")
 BY_METHOD: list[Callable[..., Any]] = []  # holds `methods.encode`, whose module stands above this one
 
@@ -231,7 +235,14 @@ def _encoded(array: jax.Array, config: QuantizationConfig) -> Any:
     if config.method not in (None, "round"):
         bare = dataclasses.replace(inputs.bare(config), method=None, simulate=False)
         return BY_METHOD[0](array, None, bare, config.method)
-    made = config.format.encode(array, config)
+    try:
+        made = config.format.encode(array, config)
+    except avals.ShardingTypeError as err:
+        raise ShardingError(
+            f"an array split as {jax.typeof(array).sharding.spec} cannot be quantized to {config.label} along axis "
+            f"{-2 if config.axis is None else config.axis}: the part of a device would end inside a block or a byte. "
+            "Split another axis, with jax.sharding.reshard(w, spec) before; or choose another axis= or block_size=."
+        ) from err
     return made if config.use_kernel else made.replaced(use_kernel=False)
 
 
@@ -256,6 +267,25 @@ def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any, options: di
                 "Give it once."
             )
     return dataclasses.replace(config, **given) if given else config
+
+
+def options_in_rules(function: F) -> F:
+    """Make `function` say where an option of a format belongs that it was given as an argument of its own."""
+    taken = inspect.signature(function).parameters.keys()
+    elsewhere = {field.name for field in dataclasses.fields(QuantizationConfig)} - taken
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        wrong = {name: str(v) if name == "dtype" else v for name, v in kwargs.items() if name in elsewhere}
+        if wrong:
+            choice = repr(wrong["dtype"]) if wrong.keys() == {"dtype"} else repr({"dtype": "nf4", **wrong})
+            raise TypeError(
+                f"{', '.join(wrong)}= is no argument here: formats and their options are in the rules. Write "
+                f'rules={{"*": {choice}}}, or default={choice} for leaves that no rule matches.'
+            )
+        return function(*args, **kwargs)
+
+    return cast(F, checked)
 
 
 def quantize_stack(array: Any, config: QuantizationConfig, batch: int, statistics: LeafStatistics | None = None) -> Any:

@@ -38,7 +38,12 @@ class Leaf:
 
 def named_leaf(name: str, value: Any) -> Leaf:
     """A leaf of a file, whose names are joined by dots or slashes."""
-    return Leaf(tuple(re.split(r"[./]", name)), value)
+    return _taken_apart(Leaf((name,), value))
+
+
+def _taken_apart(leaf: Leaf) -> Leaf:
+    """The same leaf by the single names: a key may hold several, as those of a state dict or of Haiku do."""
+    return dataclasses.replace(leaf, names=tuple(part for name in leaf.names for part in re.split(r"[./]", name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +194,9 @@ class Role:
 
 
 def roles_of(leaves: Sequence[Leaf]) -> list[Role]:
-    """The role of every leaf of a model."""
+    """The role of every leaf of a model; a flat dict of joined names has those of the nested one."""
+    apart = [_taken_apart(leaf) for leaf in leaves]
+    leaves = apart if len({leaf.names for leaf in apart}) == len(apart) else leaves
     shapes = {leaf.names: tuple(getattr(leaf.value, "shape", ())) for leaf in leaves}
     return [_role(leaf, shapes) for leaf in leaves]
 
@@ -274,12 +281,12 @@ def _doubt(leaf: Leaf, role: Role, shape: Sequence[int]) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """The words of a name, without numbers; of a Haiku name with several modules, those of the last.
+    """The words of a name, without numbers.
 
-    >>> _parts("LayerNorm_0"), _parts("decoder/~/pos_embed"), _parts("RMSNorm1")
+    >>> _parts("LayerNorm_0"), _parts("pos_embed"), _parts("RMSNorm1")
     (['layer', 'norm'], ['pos', 'embed'], ['rms', 'norm'])
     """
-    return [part.lower() for part in _PART.findall(name.rsplit("/", 1)[-1])]
+    return [part.lower() for part in _PART.findall(name)]
 
 
 def _is_norm(parts: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ from eformer._core import ImplicitArray
 from eformer._formats.arguments import FLOATS
 from eformer.errors import AlreadyQuantizedError, UnusedRuleWarning
 
-from .config import Axis, QuantizationConfig, QuantizationType, config_of, quantize_stack
+from .config import Axis, QuantizationConfig, QuantizationType, config_of, options_in_rules, quantize_stack
 from .inputs import bare
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 from .names import meant
@@ -192,13 +192,14 @@ class Plan:
         return "\n".join([*_table.lines(("path", "format", "why"), rows), *self.warnings])
 
     def warn(self) -> None:
-        """Name such rules to the caller of the caller."""
+        """Name such rules to whoever called the caller, which is behind `options_in_rules`."""
         if self.warnings:
             near = ", ".join(repr(d.leaf.path) for d in self.decisions[:3])
             hint = f"paths look like {near}; `skip=` and `min_size=` decide which of them may be quantized"
-            warnings.warn("\n".join([*self.warnings, hint]), UnusedRuleWarning, stacklevel=3)
+            warnings.warn("\n".join([*self.warnings, hint]), UnusedRuleWarning, stacklevel=4)
 
 
+@options_in_rules
 def plan(
     leaves: Sequence[Leaf],
     rules: Any = None,

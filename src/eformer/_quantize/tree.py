@@ -18,7 +18,7 @@ from eformer._core.materialization import name_array
 from eformer._jax import traces
 from eformer._table import printable
 
-from .config import QuantizationConfig, quantize_stack
+from .config import QuantizationConfig, options_in_rules, quantize_stack
 from .inputs import bare
 from .leaves import nbytes_of, open_tree
 from .methods import Chosen, choose
@@ -71,6 +71,7 @@ def _bar(title: str) -> Iterator[Reporter]:
         yield lambda step: shown.update(task, completed=step.done, total=step.total, leaf=printable(step.name))
 
 
+@options_in_rules
 def quantize_tree(
     params: Any,
     rules: Any = None,
@@ -255,6 +256,7 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=getattr(value, "sharding", None))
 
 
+@options_in_rules
 def fake_quantize_tree(
     params: Any,
     rules: Any = None,

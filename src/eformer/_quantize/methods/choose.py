@@ -108,7 +108,7 @@ def _warn(missing: Sequence[str], few: Sequence[str], calibration: Statistics | 
             f"{_some(missing)} without statistics, because no product used them while calibrating: rounded to the "
             "nearest instead.",
             CalibrationWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     if few and calibration is not None:
         statistics = calibration[few[0]]
@@ -117,7 +117,7 @@ def _warn(missing: Sequence[str], few: Sequence[str], calibration: Statistics | 
             "first): so few tokens show correlations by chance, and method='gptq' follows them only in part. "
             "Calibrate with more tokens for a better model.",
             CalibrationWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -23,6 +23,8 @@ from . import awq, gptq, matrices
 from .grids import Grid, GridFixed, grid_of
 from .layout import Layout
 
+REVISITS = 2  # how often "gptq" looks at all codes and scales again
+
 
 @dataclasses.dataclass(frozen=True)
 class Lazy:
@@ -60,6 +62,9 @@ class Work:
         codes, scale, times = self._propagated(w, scale, zero)
         for _ in range(self.grid.rounds - 1 if self.fits else 0):
             codes, scale, times = self._propagated(w, scale, zero)
+        for _ in range(REVISITS if self.fits else 0):
+            codes = self._given_codes(matrices.revisited, w, times, codes, scale, zero)
+            scale = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
         _check_damping(times)
         return codes, scale
 
@@ -71,9 +76,11 @@ class Work:
     def _propagated(self, w: jax.Array, scale: jax.Array, zero: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         codes, times = self.run(matrices.propagated, w, self.moment, self.count, scale, zero, **self.how)
         if self.fits:
-            given = w, self.moment, self.count, times, codes, scale, zero
-            scale = self.run(matrices.refitted, *given, grid=self.grid, block=self.layout.block)
+            scale = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
         return codes, scale, times
+
+    def _given_codes(self, f: Callable[..., Any], w: jax.Array, times: jax.Array, *known: Any) -> jax.Array:
+        return self.run(f, w, self.moment, self.count, times, *known, grid=self.grid, block=self.layout.block)
 
     def scaled(self, factor: Any) -> Work:
         """The same for a weight that was multiplied by a factor for every channel."""
@@ -185,7 +192,10 @@ def _made(work: Work, values: jax.Array, method: str, dtype: Any) -> Any:
     w = layout.take(values)
     unit = grid.unit(w)
     w = w if unit is None else w / unit
-    scale, zero = work.run(matrices.scales, w, work.diagonal, **work.how)
+    diagonal = work.diagonal
+    if method == "gptq" and work.fits:
+        diagonal = work.run(matrices.conditional, work.moment, work.count, diagonal)
+    scale, zero = work.run(matrices.scales, w, diagonal, **work.how)
     stored = None
     if grid.together:
         stored, numbers = grid.stored(layout.back_scale(scale), layout.axis)

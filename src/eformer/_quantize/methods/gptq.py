@@ -8,7 +8,8 @@ Few tokens show correlations that other tokens do not have, and errors handed on
 `shrunk` takes away as much of all correlations as chance explains.
 
 Blocks keep their scales whatever the order of rows is, so that nothing of the order has to be stored. Once codes are
-known, the scales of their blocks are fitted to them by least squares with the whole moment (`matrices.refitted`).
+known, the scales of their blocks are fitted to them by least squares with the whole moment (`matrices.refitted`), and
+every row is looked at again: its best codes, now that those of all others are known (`matrices.revisited`).
 """
 
 from __future__ import annotations
@@ -74,30 +75,27 @@ def factor(moment: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(usable, found, jnp.eye(k, dtype=jnp.float32)), jnp.where(usable, times, ATTEMPTS)
 
 
-def sweep(
-    w: jax.Array,
-    u: jax.Array,
-    places: jax.Array,
-    round_row: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
-) -> jax.Array:
-    """Codes (K, N). `round_row(row, place)` gives codes and values of a row, whose entry of `places` is `place`."""
-    given = w.shape[0]
+def sweep(rows: jax.Array, matrix: jax.Array, step: Callable[..., tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Codes (K, N). Rows (K, N) get theirs one after the other, and each changes the others.
+
+    `step(row, k, matrix[k, k])` gives the codes of row k, and an error e; then `rows[j] -= matrix[k, j] * e` for all j.
+    """
+    given = rows.shape[0]
     missing = -given % BATCH
     if missing:
-        w, places = jnp.pad(w, ((0, missing), (0, 0))), jnp.pad(places, (0, missing))
-        u = jnp.pad(u, (0, missing)) + jnp.diag((jnp.arange(given + missing) >= given).astype(u.dtype))
+        rows = jnp.pad(rows, ((0, missing), (0, 0)))
+        matrix = jnp.pad(matrix, (0, missing)) + jnp.diag((jnp.arange(given + missing) >= given).astype(matrix.dtype))
 
-    def some(w: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, onward = (lax.dynamic_slice_in_dim(a, first, BATCH) for a in (w, u))
+    def some(rows: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        these, onward = (lax.dynamic_slice_in_dim(a, first, BATCH) for a in (rows, matrix))
         within = lax.dynamic_slice_in_dim(onward, first, BATCH, axis=1)
 
-        def one(rows: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            codes, values = round_row(rows[j], places[first + j])
-            error = (rows[j] - values) / within[j, j]
-            return rows - within[j][:, None] * error, (codes, error)
+        def one(these: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            codes, error = step(these[j], jnp.minimum(first + j, given - 1), within[j, j])
+            return these - within[j][:, None] * error, (codes, error)
 
-        _, (codes, errors) = lax.scan(one, rows, jnp.arange(BATCH))
-        return w - jnp.matmul(onward.T, errors, precision="highest"), codes
+        _, (codes, errors) = lax.scan(one, these, jnp.arange(BATCH))
+        return rows - jnp.matmul(onward.T, errors, precision="highest"), codes
 
-    _, codes = lax.scan(some, w, jnp.arange(0, given + missing, BATCH))
+    _, codes = lax.scan(some, rows, jnp.arange(0, given + missing, BATCH))
     return codes.reshape(given + missing, -1)[:given]

@@ -97,15 +97,15 @@ def propagated(
         u, times = gptq.factor(gptq.shrunk(moment, count)[order][:, order])
         places = order // block if along_inputs else order
 
-        def round_row(x: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-            s, z = (None if a is None else a[place] for a in (scale, zero))
+        def step(x: jax.Array, k: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+            s, z = (None if a is None else a[places[k]] for a in (scale, zero))
             if not along_inputs:
                 s, z = (None if a is None else jnp.repeat(a, block) for a in (s, z))
             assert s is not None
             codes = grid.codes(x, s, z)
-            return codes, grid.values(codes, s, z)
+            return codes, (x - grid.values(codes, s, z)) / size
 
-        codes = gptq.sweep(w[order], u, places, round_row)
+        codes = gptq.sweep(w[order], u, step)
         return jnp.zeros_like(codes).at[order].set(codes), times
 
     return jax.vmap(one)(w, moment, count, scale, zero)
@@ -153,6 +153,55 @@ def refitted(
         return jnp.where(fine, grid.snap(moved), scale)
 
     return jax.vmap(one)(w, moment, count, times, codes, scale, zero)
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "block"))
+def revisited(
+    w: jax.Array,
+    moment: jax.Array,
+    count: jax.Array,
+    times: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: Zero,
+    *,
+    grid: Grid,
+    block: int,
+) -> jax.Array:
+    """Codes (S, K, N) of which every row in turn is the best for the codes of all other rows, and scales as they are.
+
+    With E the error of the weights, a row k moves to the value nearest to the one where `(H E)[k]` is 0. No step makes
+    the error of the outputs larger. Where the moment could not be factored, codes stay.
+    """
+
+    def one(w: Any, moment: Any, count: Any, times: Any, codes: Any, scale: Any, zero: Zero) -> jax.Array:
+        h = gptq.damped(gptq.shrunk(moment, count), times)
+        wide, from_zero = (None if a is None else jnp.repeat(a, block, axis=0) for a in (scale, zero))
+        assert wide is not None
+        before = grid.values(codes, wide, from_zero)
+
+        def step(slope: jax.Array, k: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+            s, z = wide[k], None if from_zero is None else from_zero[k]
+            found = grid.codes(before[k] - slope / size, s, z)
+            return found, before[k] - grid.values(found, s, z)
+
+        found = gptq.sweep(jnp.matmul(h, before - w, precision="highest"), h, step)
+        return jnp.where(times < gptq.ATTEMPTS, found, codes)
+
+    return jax.vmap(one)(w, moment, count, times, codes, scale, zero)
+
+
+@jax.jit
+def conditional(moment: jax.Array, count: jax.Array, diagonal: jax.Array) -> jax.Array:
+    """What errors of channels (S, K) cost where those after them, in the order of "gptq", make up for what they can."""
+
+    def one(moment: jax.Array, count: jax.Array, diagonal: jax.Array) -> jax.Array:
+        order = jnp.argsort(-jnp.diagonal(moment))
+        u, times = gptq.factor(gptq.shrunk(moment, count)[order][:, order])
+        costs = jnp.zeros_like(diagonal).at[order].set(1 / jnp.square(jnp.diagonal(u)))
+        return jnp.where(times < gptq.ATTEMPTS, costs, diagonal)
+
+    return jax.vmap(one)(moment, count, diagonal)
 
 
 @jax.jit
