@@ -67,20 +67,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _share_cases(items: list[pytest.Item]) -> None:
-    """Mark cases of a test that has many as thorough: half of four or five, two thirds of up to eleven, 80 % of more.
+    """Mark cases of a test that has many as thorough: half of four or five, 75 % of up to nine, then 80 to 90 %.
 
     On newer releases of JAX others are left than on the oldest. So `make test` runs every test on each JAX it runs it
-    on, and `make test-all` every case. Without `-m` all run.
+    on, and `make test-all` every case on the oldest JAX; on the newest, every case of tests that depend on JAX, and of
+    the others those that are not `of_many`. Without `-m` all run.
     """
-    tests: dict[str, list[pytest.Item]] = {}
+    tests: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        if not item.get_closest_marker("thorough"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        by_hand = item.get_closest_marker("thorough") is not None
+        tests.setdefault((item.nodeid.partition("[")[0], by_hand), []).append(item)
     for cases in tests.values():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()), reverse=jax.__version__.startswith("0.10."))
-        parts = next(parts for fewer, parts in ((4, 1), (6, 2), (12, 3), (math.inf, 5)) if len(cases) < fewer)
+        parts = next(parts for fewer, parts in ((4, 1), (6, 2), (10, 4), (24, 6), (math.inf, 10)) if len(cases) < fewer)
         for item in cases[-(-len(cases) // parts) :]:
             item.add_marker(pytest.mark.thorough)
+            if not item.get_closest_marker("every_release"):
+                item.add_marker(pytest.mark.of_many)
 
 
 # A compiled program takes up to 2 MB, JAX keeps thousands, and the C library keeps what JAX lets go of.

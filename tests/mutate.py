@@ -3,6 +3,7 @@
     python tests/mutate.py --count 30 --seed 0            # thirty lines, spread over the rooms
     python tests/mutate.py --count 30 --seed 0 --only 4 7 # two of them again
     python tests/mutate.py --count 30 --files 5           # quicker: the five likeliest test files of each room
+    python tests/mutate.py --within _calibrate _formats/cache  # in these folders and files alone, each in turn
 
 The checkout is left alone: the changed tree is a copy, and pytest imports `eformer` from there. A room's test files are
 run in order of how often they name what the changed module defines, and the first failure ends the run. The kernels of
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ ROOMS = {
     "_formats": ["formats"],
     "_quantize": ["quantize", "formats"],
     "_lora": ["lora", "formats"],
+    "_calibrate": ["calibrate"],
     "serialization": ["serialization", "cli"],
     "integrations": ["integrations"],
     "cli": ["cli"],
@@ -124,14 +126,15 @@ def mutants_of(path: Path, source: str) -> list[Mutant]:
     return found
 
 
-def chosen(count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of different lines, from every room in turn."""
+def chosen(count: int, seed: int, within: Sequence[str]) -> list[Mutant]:
+    """`count` mutants of different lines, from every room (folder or file) of `within` in turn."""
     rng, package = random.Random(seed), ROOT / "src" / "eformer"
-    rooms: dict[str, list[Mutant]] = {room: [] for room in ROOMS}
+    rooms: dict[str, list[Mutant]] = {room: [] for room in within}
     for path in sorted(package.rglob("*.py")):
         inside = path.relative_to(package)
-        if inside.parts[0] in rooms and not str(inside).startswith(LEFT_OUT):
-            rooms[inside.parts[0]] += mutants_of(inside, path.read_text())
+        for room in within:
+            if inside.is_relative_to(room) and not str(inside).startswith(LEFT_OUT):
+                rooms[room] += mutants_of(inside, path.read_text())
     for found in rooms.values():
         rng.shuffle(found)
     taken: list[Mutant] = []
@@ -148,7 +151,8 @@ def chosen(count: int, seed: int) -> list[Mutant]:
 def likely_files(mutant: Mutant, most: int | None) -> list[str]:
     """Of the room, the likeliest to notice first: those that name the module or what it defines."""
     source = ast.parse((ROOT / "src" / "eformer" / mutant.path).read_text())
-    stem = (mutant.path.parent.name if mutant.path.stem == "__init__" else mutant.path.stem).strip("_")
+    common = mutant.path.stem in ("__init__", "array", "codec")
+    stem = (mutant.path.parent.name if common else mutant.path.stem).strip("_")
     words = {stem, *(node.name for node in source.body if isinstance(node, ast.FunctionDef | ast.ClassDef))}
     files = [path for folder in ROOMS[mutant.path.parts[0]] for path in (ROOT / "tests" / folder).rglob("test_*.py")]
 
@@ -187,13 +191,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", type=int, help="run at most so many test files per mutant")
+    parser.add_argument("--within", nargs="+", default=list(ROOMS), help="folders and files of src/eformer")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the mutants to try")
     options = parser.parse_args()
     survivors, tried = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source)
-        for number, mutant in enumerate(chosen(options.count, options.seed)):
+        for number, mutant in enumerate(chosen(options.count, options.seed, options.within)):
             if options.only and number not in options.only:
                 continue
             before = (source / "eformer" / mutant.path).read_bytes()

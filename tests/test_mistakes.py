@@ -286,6 +286,21 @@ def test_a_number_is_no_shape_of_a_cache():
         ef.QuantizedCache.zeros(5)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("arguments", [((2, 64),), ((2, 64), jnp.bfloat16), (2, 64), ()])
+def test_an_empty_cache_is_made_by_zeros(arguments):
+    with pytest.raises(TypeError, match=r"QuantizedCache.zeros\(shape, dtype\)"):
+        ef.QuantizedCache(*arguments)
+
+
+def test_options_of_formats_belong_to_rules(w, tmp_path):
+    for function in (ef.quantize_tree, ef.plan_tree, ef.fake_quantize_tree):
+        with pytest.raises(TypeError, match=r"dtype= is no argument here.*default='int8'"):
+            function({"w": w}, dtype="int8")
+    with pytest.raises(TypeError, match=r"block_size=.*default=\{'dtype': 'nf4', 'block_size': 32\}"):
+        ef.quantize_file(tmp_path, tmp_path, block_size=32)
+    assert ef.quantize_tree({"w": w}, default={"dtype": "nf4", "block_size": 32})["w"].block_size == 32
+
+
 def test_dropout_is_for_one_step(w, key, tmp_path):
     params = ef.add_lora({"w": w}, "*", 4, key, dropout=0.5)
     with pytest.raises(TypeError, match=r"key is of type dict.*lora_dropout\(params, key\)"):

@@ -33,6 +33,7 @@ def _case(path):
     return pytest.param(path, id=str(path.relative_to(ROOT)), marks=marks)
 
 
+@pytest.mark.every_release
 @pytest.mark.parametrize("script", [_case(path) for path in SCRIPTS])
 def test_script_runs(script):
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)

@@ -243,8 +243,8 @@ def test_a_full_disk_and_an_interruption(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         assert main(argv) == 1
-    assert "No space left on device" in (told := capsys.readouterr().err)
-    assert "Free some space and run the same again: it continues where it stopped." in told
+    told = capsys.readouterr().err
+    assert "No space left on device. Free some space and run the same again: it continues where it stopped." in told
 
     def stop(descriptor: int, data: Any, position: int) -> int:
         if len(data) < 1000:

@@ -10,6 +10,7 @@ import pytest
 
 import eformer
 from eformer import _record
+from eformer.errors import MaterializationError
 from eformer.jaximus import explain, implicit, materialization_policy
 
 from .toys import Block8, Lora, Plain, assert_same
@@ -132,5 +133,29 @@ def test_what_cannot_be_traced_is_run(q):
     found = explain(implicit(f))(q)
     assert found.result == "positive"
     assert [e.primitive for e in found.materializations] == ["sin"]
-    with pytest.raises(ZeroDivisionError):
-        explain(lambda x: 1 / 0)(q)
+    assert explain(implicit(lambda q: f"{q.sum():.1f}"))(q).result == "32.0"
+
+
+def test_an_error_of_the_function_is_raised_once(q):
+    calls = []
+
+    def f(q):
+        calls.append(q)
+        raise TypeError("its own")
+
+    with pytest.raises(TypeError, match="its own"):
+        explain(implicit(f))(q)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "compose", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda q: jax.lax.map(lambda _: f(q), jnp.ones(2))]
+)
+def test_where_implicit_was_forgotten(compose, q):
+    report = explain(compose(lambda q: jnp.sin(q)))(q)
+    (event,) = report.materializations
+    assert (event.type, event.primitive, event.shape) == ("Plain", "a function outside implicit", (8, 8))
+    assert os.path.basename(event.where.rpartition(":")[0]) == os.path.basename(__file__)
+    with materialization_policy("error"), pytest.raises(MaterializationError, match="wrap the call in implicit"):
+        explain(compose(lambda q: jnp.sin(q)))(q)
+    assert explain(implicit(compose(lambda q: -q)))(q).materializations[0].primitive == "neg"

@@ -19,6 +19,16 @@ from eformer._core import trace
 from eformer.jaximus import ImplicitArray, aux_field, materialize, register
 
 
+@dataclasses.dataclass
+class Doubled(ImplicitArray):
+    """The least there is: handlers are registered for subclasses of it."""
+
+    values: jax.Array
+
+    def materialize(self):
+        return self.values * 2
+
+
 class Event(NamedTuple):
     kind: str  # "materialize", "dot" or "mul"
     name: str  # the class it happened to

@@ -359,3 +359,10 @@ def test_files(tmp_path) -> None:
     assert ef.inspect(tmp_path / "m.safetensors").tensors[1].format == "int4 x int8"
     part = ef.open_lazy(tmp_path / "m.safetensors").read_slice("static", (slice(None), slice(8, 24)))
     np.testing.assert_array_equal(x @ part, (x @ static)[:, 8:24])
+
+
+def test_a_loop_that_turns_its_carry_ends(key):
+    """The type changes at every step: the carry is dense."""
+    q = quantize(jax.random.normal(key, (64, 64)), dtype="int4", activations="int8")
+    turned = implicit(lambda q: jax.lax.scan(lambda c, _: (c.T, None), q, None, length=3)[0])(q)
+    np.testing.assert_array_equal(turned, q.materialize().T)

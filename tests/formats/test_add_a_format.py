@@ -125,7 +125,6 @@ def test_a_format_of_a_package_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     paths = [str(tmp_path), str(ROOT / "src")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     result = subprocess.run(
         [sys.executable, "-W", "ignore", tmp_path / "program.py"], env=env, capture_output=True, text=True, check=False
     )

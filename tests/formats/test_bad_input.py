@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from eformer.jaximus import SlicedBelowCoreError
-from eformer.ops.quantization import Array1B, Array8B, ArrayNF4, QuantizationConfig, quantize, straight_through
+from eformer.ops.quantization import (
+    Array1B,
+    Array8B,
+    ArrayNF4,
+    QuantizationConfig,
+    dequantize,
+    quantize,
+    straight_through,
+)
 
 from .contract import EVERY_KIND, normal, seeded
 
@@ -250,6 +258,21 @@ def test_extreme_magnitudes(kind: str) -> None:
         assert np.isfinite(d).all()
         rounding = {"mxfp4": 1 / 4, "mxfp8": 1 / 16, "mxfp8_e5m2": 1 / 8}.get(kind, 0.01)  # half a step of an element
         assert np.abs(d).max() <= (1 + rounding) * magnitude
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_overflow_on_the_way_is_seen(kind: str) -> None:
+    """A product or a factor that leaves float32 on the way is never another finite number, as every page says."""
+    q = quantize(jnp.abs(W) * 1e-3, dtype=kind)
+    d = np.asarray(q.materialize(), np.float64)
+    for x in (np.full((2, 64), 1e37, np.float32), np.full((2, 64), 3e38, np.float32)):
+        found, dense = np.asarray(x @ q, np.float64), x.astype(np.float64) @ d
+        dense[np.abs(dense) > np.finfo(np.float32).max] = np.inf
+        assert (np.isclose(found, dense, rtol=1e-5) | ~np.isfinite(found)).all()
+    for factor in (1e37, 3e38):
+        found, dense = np.asarray(dequantize(q * factor), np.float64), d * np.float64(np.float32(factor))
+        dense[np.abs(dense) > np.finfo(np.float32).max] = np.inf
+        assert (np.isclose(found, dense, rtol=1e-5) | ~np.isfinite(found)).all()
 
 
 def test_nothing_can_be_assigned() -> None:

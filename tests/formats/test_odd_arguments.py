@@ -43,6 +43,11 @@ def test_starts_outside_of_the_array(q) -> None:
             np.testing.assert_array_equal(materialize(mapped(q, i)), jax.jit(program)(dense, i), err_msg=str(i))
 
 
+def test_the_negative_of_a_scalar(q) -> None:
+    """One value of INT8 is still an array of it, without axes."""
+    np.testing.assert_array_equal(materialize(implicit(lambda a: -a[3, 2])(q)), -q.materialize()[3, 2])
+
+
 def test_what_arrays_refuse_is_refused_alike(q) -> None:
     dense = q.materialize()
     for program in (

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer.errors import ShardingError
 from eformer.jaximus import implicit
 from eformer.ops.quantization import Array1B, ArrayNF4, quantize
 from eformer.ops.quantization.implicit_array_1bit import straight_through_1bit
@@ -49,6 +50,20 @@ def test_quantizing_what_is_split(way: str, kind: AxisType) -> None:
             for found in (make(split), *jax.jit(lambda w: (make(w), through(w)))(split)):
                 # A scale that is summed across devices may differ in its last bits.
                 np.testing.assert_allclose(np.asarray(dense(found)), want, rtol=1e-6, err_msg=str(spec))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int4", "binary"])
+def test_a_split_that_cuts_a_block_of_an_explicit_mesh_is_named(kind: str) -> None:
+    mesh = jax.make_mesh((8,), ("t",), (AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(normal(seeded(kind), 512, 64), NamedSharding(mesh, P(None, "t")))
+        for make in (quantize, jax.jit(quantize, static_argnames=("dtype", "axis"))):
+            with pytest.raises(
+                ShardingError, match=rf"P\(None, 't'\) cannot be quantized to {kind} along axis -1.*reshard"
+            ):
+                make(w, dtype=kind, axis=-1)
+        whole = quantize(jax.sharding.reshard(w, P("t", None)), dtype=kind, axis=-1)
+    np.testing.assert_array_equal(dense(whole), dense(quantize(np.asarray(w), dtype=kind, axis=-1)))
 
 
 @pytest.mark.parametrize("block", [64, 16])

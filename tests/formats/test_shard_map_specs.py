@@ -156,13 +156,22 @@ def test_one_spec_for_what_an_array_stores_is_refused(kind: str) -> None:
     check(implicit(mapped(in_specs=(P(), P("t"))))(1.0, q), jnp.tanh(dense(q)))
 
 
+def test_one_spec_that_cannot_cut_the_scales_says_so() -> None:
+    q = MAKE["int8"](normal(seeded("rows"), 64, 64))  # a scale for each row
+    mapped = functools.partial(jax.shard_map, jnp.tanh, in_specs=P(None, "t"), out_specs=P(None, "t"))
+    with pytest.raises(ShardingError, match=r"in_specs=q.child_specs\(P"):
+        mapped(mesh=mesh_of(4))(q)
+    alone = jax.make_mesh((1,), ("t",), (AxisType.Auto,), devices=jax.devices()[:1])
+    check(mapped(mesh=alone)(q), jnp.tanh(dense(q)))
+
+
 def test_one_spec_is_right_for_batch_axes() -> None:
     q = ArrayNF4.quantize(normal(seeded("stack"), 4, 64, 16), 64, double_quant=True)
     f = jax.shard_map(jnp.tanh, mesh=mesh_of(4), in_specs=P(("t", "u")), out_specs=P(("t", "u")))
     check(f(q), jnp.tanh(dense(q)))
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", "int8-columns", "nf4"])
 def test_associative_scan(kind: str) -> None:
     q = MAKE[kind](normal(seeded(kind, "scan"), *SHAPE))
     with pytest.raises(SlicedBelowCoreError, match="associative_scan"), implicit:

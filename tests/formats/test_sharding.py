@@ -52,6 +52,23 @@ def test_quantize_keeps_the_sharding(kind: str, spec: P, mesh) -> None:
     assert q.materialize().sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
+@pytest.mark.parametrize("options", [{}, {"activations": "int8"}], ids=["alone", "wrapped"])
+def test_constraints_are_remembered(options, mesh) -> None:
+    q, to = made("int4", weights("constraint"), **options), NamedSharding(mesh, P(None, "a"))
+    constrain = lambda q: jax.lax.with_sharding_constraint(q, to)  # noqa: E731
+    put = implicit(lambda q: jax.device_put(q, to))
+    for place in (jax.jit(implicit(constrain)), implicit(jax.jit(constrain)), put):
+        assert place(q).sharding == to
+        assert local_share(place(q)) <= 0.3
+    free = NamedSharding(mesh, P(P.UNCONSTRAINED, "a"))
+    assert jax.jit(implicit(lambda q: jax.lax.with_sharding_constraint(q, free)))(q).sharding is None
+    # A loop and a branch still have one type.
+    loop = implicit(lambda q: jax.lax.scan(lambda c, _: (constrain(c), None), q, None, length=2)[0])
+    branch = implicit(lambda q: jax.lax.cond(True, constrain, lambda q: q, q))
+    with materialization_policy("error"):
+        assert {type(jax.jit(f)(q)) for f in (loop, branch)} == {type(q)}
+
+
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_documented_methods(kind: str, mesh) -> None:
     q = made(kind, weights(kind))

@@ -99,3 +99,36 @@ def test_matrices_of_a_stack_are_looked_up(kind: str) -> None:
     assert type(some) is type(one) is type(q)
     np.testing.assert_allclose(some.materialize(), q.materialize()[ids], rtol=1e-6)
     np.testing.assert_allclose(one.materialize(), q.materialize()[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "order of rows", "order of columns"])
+def test_products_from_both_sides(kind: str) -> None:
+    rng = np.random.default_rng(len(kind))
+    w = ef.quantize(jnp.asarray(rng.normal(size=(16, 8)), jnp.float32), dtype="int8")
+    axis = 0 if "rows" in kind else 1
+    if kind.startswith("order"):
+        q: Any = PermutedArray(w, jnp.asarray(rng.permutation(w.shape[axis]), jnp.int32), axis=axis - 2)
+    else:
+        shape = (16, 1) if axis == 0 else (1, 8)
+        q = ScaledArray(w, jnp.asarray(rng.uniform(1, 2, shape), jnp.float32))
+    for contracted in (0, 1):
+        x = jnp.asarray(rng.normal(size=(3, q.shape[contracted])), jnp.float32)
+        for left, right, axes in ((x, q, (1, contracted)), (q, x, (contracted, 1))):
+            dense = [np.asarray(ef.materialize(side)) for side in (left, right)]
+            with ef.materialization_policy("error"):
+                found = ef.implicit(lambda a, b, axes=axes: jnp.tensordot(a, b, axes=axes))(left, right)
+            np.testing.assert_allclose(found, np.tensordot(*dense, axes=axes), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [jnp.ones((5, 1)), jnp.ones(16), jnp.ones((16, 1), jnp.int32)])
+def test_factors_that_do_not_fit_are_refused(factor: jax.Array) -> None:
+    with pytest.raises(ValueError, match=r"does not fit w of shape \[16, 8\]: it must be floating"):
+        ScaledArray(ef.quantize(jnp.ones((16, 8)), dtype="int8"), factor)
+
+
+def test_scales_of_inputs_follow_a_reshape() -> None:
+    q = stack("activations")
+    with ef.materialization_policy("error"):
+        more, fewer = ef.implicit(lambda q: (q.reshape(3, 1, 16, 8), q.reshape(3, 1, 16, 8).reshape(3, 16, 8)))(q)
+    assert more.x_scale.shape == (3, 1, 1, 1)
+    np.testing.assert_array_equal(fewer.x_scale, q.x_scale)

@@ -264,3 +264,12 @@ def test_an_infinity_never_gives_a_finite_result():
             found = jnp.ones((3, 64)).at[1, 5].set(bad) @ q
             assert not jnp.isfinite(found[1]).any()
             assert jnp.isfinite(found[::2]).all()
+
+
+def test_both_factors_are_multiplied_with_the_precision_of_the_product():
+    """Sums of narrow factors are f32, and what the caller asks of the product holds for all three."""
+    w, x = jnp.ones((16, 8), jnp.bfloat16), jnp.ones((4, 16), jnp.bfloat16)
+    q = LoraArray(w, jnp.ones((16, 2), jnp.bfloat16), jnp.ones((2, 8), jnp.bfloat16))
+    program = str(jax.make_jaxpr(implicit(lambda x, q: jnp.dot(x, q, precision="highest")))(x, q))
+    assert program.count("preferred_element_type=float32") == 2
+    assert program.count("HIGHEST") == 3 * 2

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from eformer._jax import jaxprs, primitives
+from eformer._jax import callers, jaxprs, primitives
 from eformer._jax.avals import ShapedArray
 
 from . import shape_dtype as _shape_dtype
-from .materialization import OUTSIDE, dense_for
+from .materialization import OUTSIDE, dense_for, during, notice
 from .operators import ArrayOperators
 
 box_p = primitives.Primitive("implicit_box")
@@ -43,8 +43,18 @@ def _dense(*leaves: Any, treedef: Any) -> Any:
 
 
 def _abstract(*avals: Any, treedef: Any) -> Any:
-    q = unbox([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], treedef)
-    return ShapedArray(*_shape_dtype.shape_and_dtype(q))
+    return ShapedArray(*_shape_dtype.shape_and_dtype(_described(avals, treedef)))
+
+
+def _described(avals: Any, treedef: Any) -> Any:
+    return unbox([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], treedef)
+
+
+def notice_boxes(jaxpr: Any) -> None:
+    """Notice what becomes dense when a traced program is compiled: all that is still boxed in it."""
+    for avals, params, origin in jaxprs.equations_of(jaxpr, box_p):
+        with callers.at_origin(origin), during(primitive=OUTSIDE, requested=False):
+            notice(_described(avals, **params))
 
 
 def _jvp(primals: Any, tangents: Any, *, treedef: Any) -> Any:

@@ -13,9 +13,18 @@ import jax.tree_util as jtu
 
 from eformer._record import Event, recorder, unrecorded
 
+from .box import notice_boxes
 from .materialization import fresh_trace, materialization_policy, policy_in_force
 
 _LINES = 10
+_OF_TRACING = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.UnexpectedTracerError,
+)
+_OF_FLAX = ("JaxTransformError", "TraceContextError")  # by name, because Flax may not be there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +86,8 @@ def _line(event: Event) -> str:
 def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
     """Trace `fn`, and report what becomes of its implicit arrays. Nothing is compiled.
 
-    A function that cannot be traced, because it looks at numbers or keeps state, is run instead.
+    A function that cannot be traced, because it looks at numbers or keeps state, is run instead (and has then run twice
+    up to there). Other errors are raised as they are.
 
     >>> import jax.numpy as jnp
     >>> print(explain(lambda x: x + 1)(jnp.ones(3)))
@@ -94,13 +104,23 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
         with recorder() as events, fresh_trace(object()):
             try:
                 _trace(fn, args, kwargs)
-            except Exception:  # noqa: BLE001 - whatever it is, the function itself shall say it
+            except Exception as err:
+                if not _is_of_tracing(err):
+                    raise
                 events.clear()
                 result = fn(*args, **kwargs)
                 return Explanation(tuple(events), lambda: result)
         return Explanation(tuple(events), run)
 
     return explained
+
+
+def _is_of_tracing(err: Exception) -> bool:
+    """Was it raised because values are not known, or state cannot be kept, while a function is traced?"""
+    if isinstance(err, _OF_TRACING) or type(err).__name__ in _OF_FLAX:
+        return True
+    # What JAX does not say itself: a tracer has not all attributes of an array, and no format.
+    return isinstance(err, (AttributeError, TypeError)) and "Tracer" in str(err)
 
 
 def _trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -115,4 +135,5 @@ def _trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         )
         return [leaf for leaf in jtu.tree_leaves(fn(*args, **kwargs)) if isinstance(leaf, jax.Array)]
 
-    jax.eval_shape(program, [leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic])
+    traced = jax.make_jaxpr(program)([leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic])
+    notice_boxes(traced)

@@ -139,32 +139,12 @@ def check_mapped(q: Any, source: Any) -> None:
     """
     if source is None:
         return
-    pairs = tuple(_leaf_pairs(q, source))
-    if any(_is_part(leaf, stored) for leaf, stored in pairs):
-        _check_parts(q, source)
-    axes = {axis for leaf, stored in pairs if (axis := traces.axis_mapped(leaf, stored)) is not None}
+    axes = {axis for leaf, stored in _leaf_pairs(q, source) if (axis := traces.axis_mapped(leaf, stored)) is not None}
     if not axes or q.core_ndim is None:
         return
     if len(axes) == 1 and q.stores_axis_in_place(min(axes), q.ndim + 1):  # with the mapped axis
         return
     raise errors.SlicedBelowCoreError(_messages.MAPPED_CORE.format(name=type(q).__name__))
-
-
-def _is_part(leaf: Any, stored: Any) -> bool:
-    shape, whole = getattr(leaf, "shape", ()), getattr(stored, "shape", ())
-    return len(shape) == len(whole) and shape != whole
-
-
-def _check_parts(q: Any, source: Any) -> None:
-    """Refuse two functions of JAX that cut what an array stores: `shard_map` by one spec for all of it, as it does
-    outside of `implicit`, and `associative_scan`."""
-    name = type(q).__name__
-    if callers.taken_apart_by_associative_scan(source):
-        raise errors.SlicedBelowCoreError(_messages.SCANNED_STORAGE.format(name=name))
-    spec = callers.spec_in_shard_map(source)
-    split = [axis for axis, entry in enumerate(spec or ()) if entry is not None]
-    if not all(source.stores_axis_in_place(axis, source.ndim) for axis in split):
-        raise errors.ShardingError(_messages.SHARDED_STORAGE.format(name=name, spec=spec))
 
 
 class _Checking(threading.local):

@@ -52,7 +52,23 @@ def _linen(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
         raise errors.ForgottenImplicitError(message)
 
 
+def _shard_map(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
+    """One spec for all that an array stores, where that cuts other axes than its own or what cannot be cut."""
+    spec, parts = callers.split_in_shard_map(q, frame)
+    shapes = [leaf.shape for leaf in jtu.tree_leaves(layout(type(q)).get_children(q)) if hasattr(leaf, "shape")]
+    for axis, count in parts.items():
+        cut = all(axis < len(shape) and shape[axis] % count == 0 for shape in shapes)
+        if count > 1 and not (cut and q.stores_axis_in_place(axis, q.ndim)):
+            raise errors.ShardingError(_messages.SHARDED_STORAGE.format(name=type(q).__name__, spec=spec))
+
+
+def _associative_scan(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
+    raise errors.SlicedBelowCoreError(_messages.SCANNED_STORAGE.format(name=type(q).__name__))
+
+
 _CHECKS = {
+    "associative_scan": _associative_scan,
+    "wrapped": _shard_map,
     "_equality_errors": _loops_and_branches,
     "value_and_grad_f": _gradient,
     "param": _linen,

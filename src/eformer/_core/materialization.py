@@ -84,7 +84,7 @@ def fresh_trace(token: object) -> contextlib.AbstractContextManager[Any]:
     return _token(token)
 
 
-def _notice(q: Any) -> None:
+def notice(q: Any) -> None:
     """Record that `q` is about to be materialized, and apply the policy unless it was requested by name."""
     primitive = None if state.requested else state.primitive
     policy = "allow" if primitive is None else policy_in_force()
@@ -172,7 +172,7 @@ def instrumented(raw: Callable[[Any], Any]) -> Callable[[Any], Any]:
         # Only to learn a shape; or a part of an array that is being materialized already, or super().
         if _shape_dtype.deriving() or state.materializing is not None:
             return _over_batch_axes(raw, self)
-        _notice(self)
+        notice(self)
         with during(materializing=self):
             out = _over_batch_axes(raw, self)
         for what in ("shape", "dtype"):

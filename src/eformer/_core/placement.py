@@ -24,6 +24,11 @@ class Placement:
     def _parts(self) -> list[jax.Array]:
         return [leaf for leaf in jtu.tree_leaves(self) if isinstance(leaf, jax.Array)]
 
+    def delete(self) -> None:
+        """Free the device memory of the stored arrays at once. The array cannot be used afterwards."""
+        for part in self._parts():
+            part.delete()
+
     def is_deleted(self) -> bool:
         return any(part.is_deleted() for part in self._parts())
 
@@ -39,7 +44,7 @@ class Placement:
             return self.with_sharding(device)  # pyright: ignore[reportAttributeAccessIssue]
         if stream is not None:
             raise ValueError(f"stream={stream!r} is not supported; leave it out.")
-        return _unsplit(jtu.tree_map(lambda part: jax.device_put(part, device), self))
+        return split_as(jtu.tree_map(lambda part: jax.device_put(part, device), self), None)
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -59,7 +64,7 @@ class Placement:
         leaves, treedef = jtu.tree_flatten(self)
         shards = zip(*(leaf.addressable_shards for leaf in leaves), strict=True)
         parts = [(s[0], treedef.unflatten([x.data for x in s])) for s in shards]
-        return [ImplicitShard(first.device, _unsplit(data), first.replica_id) for first, data in parts]
+        return [ImplicitShard(first.device, split_as(data, None), first.replica_id) for first, data in parts]
 
     def addressable_data(self, index: int) -> Any:
         return self.addressable_shards[index].data
@@ -81,9 +86,11 @@ class Placement:
         self.__dlpack__()
 
 
-def _unsplit(q: Any) -> Any:
-    """The array on one device: types that remember how they are split over several forget it."""
+def split_as(q: Any, sharding: jax.sharding.NamedSharding | None) -> Any:
+    """`q` after its parts were split so, or put on one device (None): types that remember how they are split say it."""
     keyed, aux = q.tree_flatten_with_keys()
-    children = [_unsplit(child) if isinstance(child, Placement) else child for _, child in keyed]
+    alike = [sharding is None or getattr(child, "shape", None) == q.shape for _, child in keyed]
+    pairs = zip((child for _, child in keyed), alike, strict=True)
+    children = [split_as(child, sharding) if same and isinstance(child, Placement) else child for child, same in pairs]
     q = q.tree_unflatten(aux, children)
-    return q.replaced(sharding=None) if hasattr(q, "replaced") else q
+    return q.replaced(sharding=sharding) if hasattr(q, "replaced") else q

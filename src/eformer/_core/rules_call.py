@@ -14,6 +14,7 @@ from eformer import _stacks, errors
 from eformer._jax import jaxprs, traces
 
 from .materialization import dense_for, during, materialize, repeat_notices
+from .placement import split_as
 from .registry import registry
 from .trace import call_jaxpr, is_implicit, rule, run
 
@@ -75,7 +76,10 @@ def _device_put(primitive: Any, values: list[Any], params: dict[str, Any]) -> An
     for value, device in zip(values, params["devices"], strict=True):
         if is_implicit(value) and isinstance(device, jax.sharding.Sharding):
             target = child_shardings(value, device)
-            value, device = (dense_for(primitive, value), device) if target is None else (value, target)
+            if target is not None:
+                placed.append(_split_as(jax.device_put(value, target), device))
+                continue
+            value = dense_for(primitive, value)
         placed.append(jax.device_put(value, device))
     return placed
 
@@ -86,7 +90,17 @@ def _sharding_constraint(primitive: Any, values: list[Any], params: dict[str, An
     target = child_shardings(q, params["sharding"])
     if target is None:
         return type(q).default_handler(primitive, q, params=params)
-    return jtu.tree_map(jax.lax.with_sharding_constraint, q, target)
+    return _split_as(jtu.tree_map(jax.lax.with_sharding_constraint, q, target), params["sharding"])
+
+
+def _split_as(q: Any, sharding: Any) -> Any:
+    if not isinstance(sharding, NamedSharding):
+        return split_as(q, None)
+    if PartitionSpec.UNCONSTRAINED in sharding.spec:
+        return q
+    # In full, so that it still means the same axes behind new leading ones.
+    full = PartitionSpec(*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+    return split_as(q, sharding.update(spec=full))
 
 
 @rule("jit")

@@ -41,8 +41,8 @@ def _stable_carry(primitive: Any, carry: list[Any], step: Callable[[list[Any]], 
         if not any(changed):
             return carry
         alike = [c.stored_like(a) if changes else c for (c, a), changes in zip(pairs, changed, strict=True)]
-        kept = [not changes or a is not c for a, c, changes in zip(alike, carry, changed, strict=True)]
-        carry = [a if keep else dense_for(primitive, a) for a, keep in zip(alike, kept, strict=True)]
+        stuck = [changes and _type_of(a) == _type_of(c) for a, c, changes in zip(alike, carry, changed, strict=True)]
+        carry = [dense_for(primitive, a) if lost else a for a, lost in zip(alike, stuck, strict=True)]
 
 
 def _matched(out: Sequence[Any], carry: Sequence[Any]) -> list[Any]:

@@ -254,7 +254,8 @@ def _ask(primitive: Any, name: str, types: Any, operands: list[Any], params: dic
         expected = avals.result_avals(primitive, operands, params) if check else None
         outer = _materialization.state.primitive, _materialization.state.requested
         # A handler of someone else that says materialize() means it.
-        _materialization.state.primitive = primitive if handler.fn.__module__.startswith("eformer.") else None
+        ours = (handler.fn.__module__ or "").startswith("eformer.")  # None for what `exec` made
+        _materialization.state.primitive = primitive if ours else None
         _materialization.state.requested = False
         try:
             out = handler(primitive, operands, params)

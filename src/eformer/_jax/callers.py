@@ -5,8 +5,10 @@ The functions that look at frames say what is lost should JAX rename what they l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 import os
 import sys
 import threading
@@ -48,16 +50,20 @@ def read_by_array_constructor(depth: int = 2) -> bool:
     return asked
 
 
-def spec_in_shard_map(array: Any) -> Any:
-    """The PartitionSpec for the whole of `array`, an argument of the shard_map whose body is running; None if its
-    stored arrays have specs of their own.
+def split_in_shard_map(array: Any, frame: FrameType) -> tuple[Any, dict[int, int]]:
+    """The PartitionSpec for the whole of `array`, an argument of the shard_map of this frame, and into how many parts
+    it cuts which axis; None and nothing if its stored arrays have specs of their own.
 
-    Should JAX rename what is looked for here, the answer becomes None, and nothing is refused.
+    Should JAX rename what is looked for here, the answer is that, too, and nothing is refused.
     """
-    for frame in _frames("jax._src.shard_map", "wrapped"):
-        if (spec := _spec_for(array, frame.f_locals["in_specs"], frame.f_locals["args"])) is not None:
-            return spec
-    return None
+    given = frame.f_locals
+    try:
+        spec = _spec_for(array, given["in_specs"], given["args"])
+        sizes = given["mesh"].shape
+        names = {i: (e if isinstance(e, tuple) else (e,)) for i, e in enumerate(spec or ()) if e is not None}
+        return spec, {i: math.prod(sizes[name] for name in entry) for i, entry in names.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):  # specs that do not fit the arguments; JAX says so
+        return None, {}
 
 
 def spec_of_result(array: Any) -> Any:
@@ -79,6 +85,8 @@ _WATCHED = {
     "_equality_errors": "jax._src.tree_util",
     "value_and_grad_f": "jax._src.api",
     "param": "flax.core.scope",
+    "wrapped": "jax._src.shard_map",
+    "associative_scan": "jax._src.lax.control_flow.loops",
 }
 
 
@@ -113,12 +121,6 @@ def _spec_for(array: Any, specs: Any, values: Any) -> Any:
     held = jtu.tree_map(lambda spec, part: _holds(part, array), specs, values, is_leaf=is_spec)
     pairs = zip(jtu.tree_leaves(specs, is_leaf=is_spec), jtu.tree_leaves(held), strict=True)
     return next((spec for spec, found in pairs if found), None)
-
-
-def taken_apart_by_associative_scan(array: Any) -> bool:
-    """Is this array an operand of a running `associative_scan`? Should JAX move that function: False."""
-    frames = _frames("jax._src.lax.control_flow.loops", "associative_scan")
-    return any(_holds(frame.f_locals["elems"], array) for frame in frames)
 
 
 def _holds(tree: Any, array: Any) -> bool:
@@ -159,6 +161,11 @@ class replaying:
 
     def __exit__(self, *exc: object) -> None:
         _replays.tracebacks.pop()
+
+
+def at_origin(origin: Any) -> contextlib.AbstractContextManager[Any]:
+    """A block about an equation of a jaxpr that came from there: `replayed_location` is where that was written."""
+    return _source_info.user_context(origin.traceback)
 
 
 def replayed_location() -> tuple[str, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,15 @@ def _jaxprs_in(params: dict[str, Any]) -> Iterable[Any]:
     if hi_primitive is not None:
         found += [v for v in vars(hi_primitive).values() if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
     return (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in found)
+
+
+def equations_of(jaxpr: Any, primitive: Any) -> Iterator[tuple[list[Any], dict[str, Any], Any]]:
+    """(types of the operands, parameters, origin) of the equations of a jaxpr, at any depth, that bind `primitive`."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive is primitive:
+            yield [var.aval for var in eqn.invars], eqn.params, eqn.source_info
+        for inner in _jaxprs_in(eqn.params):
+            yield from equations_of(inner, primitive)
 
 
 _uses: dict[Any, tuple[Any, bool]] = {}
