@@ -118,3 +118,22 @@ def test_what_cannot_be_written_or_read(key: jax.Array, tmp_path: Path):
     file.write_text(json.dumps({**said, "use_rslora": True}))
     first = load_adapter(model, tmp_path / "adapter").params["layers"][0]["q"]
     assert first.scale == pytest.approx(6 / 2**0.5)
+    refused = {"bias": "all", "modules_to_save": ["lm_head"], "alora_invocation_tokens": [1], "use_qalora": True}
+    for changed, told in (
+        *(({name: value}, f"for {name}; adapters are read where") for name, value in refused.items()),
+        (
+            {"r": 4},
+            r"q_proj.lora_A.weight': has the shape \[2, 32\]; adapter_config.json \(rank 4\).* ask for \[4, 32\]",
+        ),
+        ({"rank_pattern": {"q_proj": 1}}, r"adapter_config.json \(rank 1\)"),
+    ):
+        file.write_text(json.dumps({**said, **changed}))
+        with pytest.raises(CheckpointError, match=told):
+            load_adapter(model, tmp_path / "adapter")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_config.json, which says how the factors are scaled"):
+        load_adapter(model, tmp_path / "adapter")
+    with pytest.raises(TypeError, match="goes over a Model"):
+        load_adapter(model.params, tmp_path / "adapter")
+    with pytest.raises(FileNotFoundError, match=r"nobody/model does not exist.*hf download"):
+        load("nobody/model")

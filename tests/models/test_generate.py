@@ -67,6 +67,15 @@ def test_what_the_folder_says():
     assert Sampling.of({"do_sample": True}).temperature == 1.0
 
 
+def test_a_seed_repeats_a_text(key: jax.Array):
+    model = Model(CONFIG, init(CONFIG, key))
+    texts = [
+        np.concatenate(list(generate(model, [3], 16, temperature=2.0, **how))) for how in ({}, {"seed": 0}, {"seed": 1})
+    ]
+    np.testing.assert_array_equal(texts[0], texts[1])
+    assert (texts[0] != texts[2]).any()
+
+
 def test_a_memory_changes_nothing(key: jax.Array):
     model, memory = Model(CONFIG, init(CONFIG, key)), Memory()
     prompt = [3, 1, 4]

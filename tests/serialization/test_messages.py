@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
 
 from eformer import serialization as files
 from eformer.ops.quantization import quantize
@@ -94,3 +96,32 @@ def test_a_reader_that_meets_a_writer(tmp_path: Path, monkeypatch: pytest.Monkey
         next(tmp_path.glob("m-00002-of-*")).unlink()  # gone for good
         with pytest.raises(files.CheckpointError, match=r"cannot be opened: No such file.*Fetch all files"):
             files.load(path)
+
+
+def test_shards_and_an_index_that_do_not_belong_together(tmp_path: Path):
+    tree = {name: np.full((8, 8), float(i), np.float32) for i, name in enumerate("abc")}
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    save_file({"a": tree["a"], "b": tree["b"]}, tmp_path / first)
+    save_file({"c": tree["c"]}, tmp_path / second)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": first, "c": second}}))
+    with pytest.raises(
+        files.CheckpointError, match=r"'b': is in the file, but \S+ does not name it.* remove the index"
+    ):
+        files.load_checkpoint(tmp_path)
+    index.unlink()
+    found = files.load_checkpoint(tmp_path)
+    assert {name: float(value[0, 0]) for name, value in found.items()} == {"a": 0, "b": 1, "c": 2}
+    save_file({"a": tree["a"], "c": tree["c"]}, tmp_path / second)
+    with pytest.raises(files.CheckpointError, match=r"'a': is in two files. Remove the file that does not belong"):
+        files.load_checkpoint(tmp_path)
+
+
+def test_a_configuration_that_is_no_object(tmp_path: Path):
+    source = tmp_path / "in"
+    source.mkdir()
+    save_file({"w": np.ones((64, 64), np.float32)}, source / "model.safetensors")
+    (source / "config.json").write_text("[]")
+    with pytest.raises(files.CheckpointError, match=r"config.json: does not hold an object"):
+        files.quantize_folder(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -66,7 +66,7 @@ def run_command(name: str, text: str, command: Any, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (CheckpointError, OSError) as err:
-        return _said(name, " ".join([str(err), *getattr(err, "__notes__", ())]), FAILED)
+        return _said(name, ". ".join([str(err), *getattr(err, "__notes__", ())]), FAILED)
     except KeyboardInterrupt:
         again = "; the same command continues where it stopped" if name.endswith("quantize") else ""
         return _said(name, f"interrupted{again}", INTERRUPTED)

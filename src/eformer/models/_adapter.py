@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ from ._fused import JOINED
 from ._generate import Model
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What is read: values of the configuration that change what an adapter computes, or what else its folder holds.
+_ADAPTER = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
+    ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "use_qalora", "lora_bias")
+)
 _PREFIX, _MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 
 
@@ -81,9 +85,14 @@ def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
     """The model with the LoRA factors of a folder that `save_adapter` or `peft` wrote, over the weights it has."""
+    if not isinstance(model, Model):
+        raise TypeError(f"an adapter goes over a Model, as load(path) gives it; got {type(model).__name__}.")
     config = read_json(Path(folder) / _CONFIG)
-    for key, allowed in (("peft_type", "LORA"), ("bias", "none"), ("modules_to_save", None)):
-        if config.get(key, allowed) not in (allowed, []):
+    if not config:
+        what, fix = f"has no {_CONFIG}, which says how the factors are scaled.", "Fetch it from where they came from."
+        raise CheckpointError(what, file=Path(folder), fix=fix)
+    for key, allowed in _ADAPTER.items():
+        if config.get(key, allowed) not in (allowed, [], False):
             what = f"says {config[key]!r} for {key}; adapters are read where it is {allowed!r}."
             raise CheckpointError(what, file=Path(folder) / _CONFIG)
     opened = open_lazy(Path(folder) / _WEIGHTS)
@@ -93,6 +102,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         a, b = (f"{_PREFIX}{name}.lora_{part}.weight" for part in "AB")
         if a in left and b in left:
             factors = jnp.asarray(opened[a]).T, jnp.asarray(opened[b]).T
+            _check_factors(Path(folder), config, name, {a: opened[a].shape, b: opened[b].shape}, w.shape)
             rank, alpha = factors[0].shape[1], _pattern(config, "alpha_pattern", name, config.get("lora_alpha", 8))
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             made = LoraArray(w, *factors, scale, dropout=config.get("lora_dropout") or 0.0)
@@ -104,6 +114,16 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         what = "belongs to no matrix of a layer of this model."
         raise CheckpointError(what, file=Path(folder) / _WEIGHTS, tensor=min(left))
     return dataclasses.replace(model, params={**model.params, "layers": layers})
+
+
+def _check_factors(folder: Path, config: dict[str, Any], name: str, shapes: dict[str, Any], of: Sequence[int]) -> None:
+    """Refuse factors that do not fit the matrix, or whose rank is not the one that the configuration scales by."""
+    (first, a), (second, b) = shapes.items()
+    rank = _pattern(config, "rank_pattern", name, config.get("r", a[0] if a else 1))
+    for tensor, shape, wanted in ((first, a, (rank, of[0])), (second, b, (of[1], rank))):
+        if tuple(shape) != wanted:
+            what = f"has the shape {list(shape)}; {_CONFIG} (rank {rank}) and the model ask for {list(wanted)}."
+            raise CheckpointError(what, file=folder / _WEIGHTS, tensor=tensor)
 
 
 def _magnitude(opened: Any, name: str, size: int) -> Any:

@@ -49,7 +49,14 @@ def load(
     if is_folder(path):
         model = load_folder(path, dense=dense, dtype=dtype, progress=progress)
     else:
-        model = read_file(open_checkpoint(path), dense=dense)
+        try:
+            opened = open_checkpoint(path)
+        except FileNotFoundError as err:
+            raise FileNotFoundError(
+                f"{path} does not exist. Name a folder or a file on this computer; models of a hub are not fetched, "
+                "but `hf download NAME --local-dir FOLDER` does that."
+            ) from err
+        model = read_file(opened, dense=dense)
         if dtype is not None:
             params = tree_map_with_implicit(lambda w: w.astype(dtype), model.params)
             model = dataclasses.replace(model, params=params)

@@ -230,6 +230,12 @@ def _open_set(path: Path) -> FileSet:
     if "pieces" in described:
         pieced = PiecedFiles(path, described["pieces"], files)
         return _file_set(path, dict.fromkeys(pieced, pieced), described, [described], metadata)
+    for file in files.values():
+        if unnamed := file.header.entries.keys() - names.keys():
+            more = f" (nor {len(unnamed) - 1} more)" if len(unnamed) > 1 else ""
+            what = f"is in the file, but {path.name} does not name it{more}."
+            fix = "Fetch index and files again, or remove the index: without it, all that the shards hold is read."
+            raise CheckpointError(what, file=file.path, tensor=min(unnamed), fix=fix)
     owners = {tensor: files[name] for tensor, name in names.items()}
     return _file_set(path, owners, described, parts, metadata)
 
@@ -265,7 +271,8 @@ def _shards_of(folder: Path) -> FileSet:
     for file in files:
         twice = owners.keys() & file.header.entries.keys()
         if twice:
-            raise CheckpointError("is in two files.", file=file.path, tensor=min(twice))
+            fix = "Remove the file that does not belong here, or fetch the index, which says which one counts."
+            raise CheckpointError("is in two files.", file=file.path, tensor=min(twice), fix=fix)
         owners |= dict.fromkeys(file.header.entries, file)
     parts = [loaded(file.header.metadata.get(KEY), file.path) for file in files]
     return _file_set(folder, owners, {}, parts, {})

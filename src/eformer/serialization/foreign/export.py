@@ -71,7 +71,7 @@ def _integers(q: Any, bits: tuple[int, ...], kinds: str) -> tuple[ArrayInt, Any,
     order = q.order if isinstance(q, PermutedArray) else None
     q = q if order is None else q.w
     if not isinstance(q, ArrayInt) or q.bits not in bits or q.ndim < 2:
-        raise _Unfit(f"is {q!r}; it holds matrices of integers of {', '.join(map(str, bits))} bits{kinds}.")
+        raise _Unfit(f"is {q!r}; that format holds matrices of integers of {', '.join(map(str, bits))} bits{kinds}.")
     return q, order, min(q.block_size, q.shape[q.blocked])
 
 
@@ -91,7 +91,7 @@ def gptq(q: Any, name: str) -> tuple[Stored, Note]:
     zero, codes = _zero_points(q), _codes(q)
     size = codes.shape[-1]
     if q.ndim != 2 or size * q.bits % 32:
-        raise _Unfit(f"has the shape {list(q.shape)}; it holds matrices whose inputs fill words of 32 bits.")
+        raise _Unfit(f"has the shape {list(q.shape)}; that format holds matrices whose inputs fill words of 32 bits.")
     place = jnp.arange(size) if order is None else jnp.argsort(order)
     points = jnp.full(q.scale.shape, 2 ** (q.bits - 1) - 1, jnp.uint8) if zero is None else zero.astype(jnp.uint8)
     stored = {
@@ -115,14 +115,15 @@ def mlx(q: Any, name: str) -> tuple[Stored, Note]:
     if q.symmetric and q.scale.dtype.itemsize == 2:
         bias = q.scale * -(2 ** (q.bits - 1))  # exact: a power of two
     if order is not None or bias is None or group not in (32, 64, 128) or q.pad:
-        raise _Unfit(f"is {q!r} in blocks of {group}; it holds whole blocks of 32, 64 or 128, and biases of 16 bits.")
+        holds = "biases of 16 bits, or symmetric codes with such scales (ArrayInt.quantize(w, scale_dtype='bfloat16'))"
+        raise _Unfit(f"is {q!r} in blocks of {group}; MLX has whole blocks of 32, 64 or 128 with {holds}.")
     stored = {".weight": layouts.to_words(_codes(q), q.bits), ".scales": q.scale, ".biases": bias}
     return stored, {"group_size": group, "bits": q.bits, "mode": "affine"}
 
 
 def fp8(q: Any, name: str, scale: str = ".weight_scale_inv") -> tuple[Stored, Note]:
     if not isinstance(q, ArrayFloat) or q.kind not in ("fp8", "fp8_e5m2") or q.ndim != 2:
-        raise _Unfit(f"is {q!r}; it holds matrices of FP8.")
+        raise _Unfit(f"is {q!r}; that format holds matrices of FP8.")
     e5m2 = q.kind == "fp8_e5m2"
     dtype = jnp.float8_e5m2 if e5m2 else jnp.float8_e4m3fn
     if q.blocked is not None:

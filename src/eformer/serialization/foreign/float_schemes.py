@@ -100,8 +100,8 @@ def _make_mxfp4_experts(arrays: Any, *, dtype: str) -> Any:
     """Experts come out as (experts, in, out), as the model multiplies them, with blocks along `in`."""
     blocks = arrays["_blocks"]
     codes = layouts.word_fields(blocks, 4).reshape(*blocks.shape[:2], -1)
-    made = [jnp.swapaxes(x, -1, -2) for x in (codes, arrays["_scales"])]
-    return ArrayFloat.from_codes(*made, kind="mxfp4", axis=-2, dtype=dtype)
+    made: Any = ArrayFloat.from_codes(codes, arrays["_scales"], kind="mxfp4", axis=-1, dtype=dtype)
+    return made.mT
 
 
 _CT, _PACKED, _SCALE, _E4M3 = "compressed-tensors", ".weight_packed", ".weight_scale", ("float8_e4m3fn",)

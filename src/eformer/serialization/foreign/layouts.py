@@ -6,6 +6,7 @@ says shapes without data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,11 +23,12 @@ def unsigned(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * words.dtype.itemsize}"))
 
 
-def word_fields(words: jax.Array, bits: int) -> jax.Array:
-    """As many whole fields as fit into each word, the lowest first, along the last axis."""
-    width = 8 * words.dtype.itemsize
-    shifts = jnp.arange(width // bits, dtype=jnp.uint32).astype(unsigned(words).dtype) * bits
-    fields = unsigned(words)[..., None] >> shifts & (2**bits - 1)
+def word_fields(words: jax.Array, bits: int, order: Sequence[int] | None = None) -> jax.Array:
+    """As many whole fields as fit into each word, the lowest first or in this order, along the last axis."""
+    words = unsigned(words)
+    fields = range(8 * words.dtype.itemsize // bits) if order is None else order
+    shifts = np.array(fields, words.dtype) * words.dtype.type(bits)
+    fields = words[..., None] >> shifts & (2**bits - 1)
     return fields.astype(jnp.uint8).reshape(*words.shape[:-1], -1)
 
 
@@ -52,8 +54,7 @@ def along(unpack: Any, words: jax.Array, bits: int, axis: int) -> jax.Array:
 
 def awq_columns(words: jax.Array, bits: int) -> jax.Array:
     """AWQ packs eight columns into a word in an order of its own."""
-    fields = word_fields(words, bits).reshape(*words.shape, len(AWQ_ORDER))
-    return fields[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
+    return word_fields(words, bits, np.argsort(AWQ_ORDER).tolist())
 
 
 def ggml_nibbles(packed: jax.Array) -> jax.Array:

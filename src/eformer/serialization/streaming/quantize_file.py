@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from eformer import _table
-from eformer._quantize.config import Axis, quantize_stack
+from eformer._quantize.config import Axis, options_in_rules, quantize_stack
 from eformer._quantize.leaves import named_leaf
 from eformer._quantize.plan import MIN_SIZE, SKIP, Choice, Decision, Plan, Unused, plan
 from eformer._quantize.tree import Progress, Reporter
@@ -174,6 +174,7 @@ class StreamReport:
         return "\n".join([*_table.lines(("name", "format", "bytes before", "after", "why"), rows), total])
 
 
+@options_in_rules
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -254,7 +255,7 @@ def write_quantized(
             _run(steps, output, progress)
             path = output.commit()
     except OSError as err:
-        if err.errno == errno.ENOSPC:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             err.add_note("Free some space and run the same again: it continues where it stopped.")
         raise
     return StreamReport(path, tuple(s.outcome for s in steps), planned.unused, resumed, time.perf_counter() - begun)

@@ -105,6 +105,8 @@ def write_folder(
         config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     except ValueError as err:
         raise CheckpointError(f"is not JSON: {err}.", file=source / CONFIG) from err
+    if not isinstance(config, dict):
+        raise CheckpointError("does not hold an object.", file=source / CONFIG, fix="Fetch it again.")
     target.mkdir(parents=True, exist_ok=True)
     (target / CONFIG).unlink(missing_ok=True)
     done = write_quantized(opened, planned, target / WEIGHTS, max_shard_size=max_shard_size, progress=progress)
