@@ -36,6 +36,13 @@ def random_storage(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> 
     return jnp.asarray(codes), jnp.asarray(rng.random(scales, dtype=np.float32))
 
 
+def random_offset(rng: np.random.Generator, fmt: str, kind: str, shape: tuple[int, ...]) -> jax.Array:
+    """Zero points or biases of a random matrix of integers."""
+    if kind == "zeros":
+        return jnp.asarray(rng.integers(0, 2 ** STORED[fmt].bits, shape, dtype=np.uint8))
+    return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+
 def interleaved(
     calls: dict[str, Call],
     rounds: int,

@@ -1,10 +1,13 @@
 """Attention of one new token per text over a long cache: dense bfloat16 against INT8 and INT4.
 
-    python benchmarks/cache_attention.py [--quick] [--json PATH] [--positions 8192] [--batch 8] [--rounds N]
+    python benchmarks/cache_attention.py [--quick] [--json PATH] [--positions 8192] [--batch 8] [--rounds N] [--chain N]
 
 The program is two einsums and a softmax. "heads" caches are (batch, heads, positions, size), "positions" caches
 (batch, positions, heads, size). Temporaries are those of the compiled program. On a GPU the products are measured as
 they are chosen there and without the library of kernels ("xla").
+
+With --chain it is the operation that decode steps of `eformer.models` use, so many times in a row, each over a "heads"
+cache of its own; times are those of one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from _gpu import microseconds
 from _timing import interleaved, write_json
 
 import eformer as ef
+from eformer._kernels.attention import attend as attend_at_once
 
 LAYOUTS = {"heads": "bksd", "positions": "bskd"}
 
@@ -41,17 +45,36 @@ def attend(axes: str, q: Any, keys: Any, values: Any) -> Any:
     return jnp.einsum(f"bkgs,{axes}->bkgd", odds, values.astype(q.dtype))
 
 
-def caches(sizes: Sizes, layout: str, kinds: list[str]) -> dict[str, Any]:
-    """Keys and values of random numbers, the same in every format."""
+def caches(sizes: Sizes, layout: str, kinds: list[str], seed: int = 0) -> dict[str, Any]:
+    """Keys and values of random numbers, the same in every format ("int8+int4": keys and values)."""
     lengths = {"b": sizes.batch, "k": sizes.heads, "s": sizes.positions, "d": sizes.size}
     shape = [lengths[axis] for axis in LAYOUTS[layout]]
-    both = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0))]
+    both = [jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(seed))]
     found: dict[str, Any] = {}
     for kind in kinds:
         name, _, how = kind.partition(" ")
-        made = both if name == "bf16" else [ef.QuantizedCache.quantize(part, name) for part in both]
+        formats = (name.split("+") * 2)[:2]
+        made = both if name == "bf16" else list(map(ef.QuantizedCache.quantize, both, formats))
         found[kind] = [part.replaced(use_kernel=False) for part in made] if how == "xla" else made
     return found
+
+
+def measure_chain(sizes: Sizes, kinds: list[str], length: int, rounds: int) -> list[dict[str, Any]]:
+    q = jax.random.normal(jax.random.key(1), (sizes.batch, sizes.heads, sizes.group, sizes.size), jnp.bfloat16)
+
+    @jax.jit
+    @ef.implicit
+    def run(q: Any, layers: Any) -> Any:
+        for keys, values in layers:
+            q = attend_at_once(q, keys, values, sizes.positions - 1, factor=sizes.size**-0.5)
+        return q
+
+    rows = []
+    for kind in kinds:
+        layers = [caches(sizes, "heads", [kind], seed)[kind] for seed in range(length)]
+        rows.append({"cache": kind, "us": microseconds(run, q, layers, rounds=rounds) / length})
+        print(f"{kind:9} {rows[-1]['us']:9.1f} us")
+    return rows
 
 
 def measure(sizes: Sizes, layout: str, dtype: Any, kinds: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -90,23 +113,33 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--chain", type=int, metavar="N")
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--layouts", choices=LAYOUTS, nargs="*", default=tuple(LAYOUTS))
     parser.add_argument("--dtypes", choices=("float32", "bfloat16"), nargs="*")
     options = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
-    sizes = Sizes(2, 256) if options.quick else Sizes(options.batch, options.positions)
+    lengths = (2, 256) if options.quick else (options.batch, options.positions)
+    sizes = Sizes(*lengths, options.heads, options.group)
     kinds = ["bf16", "int8", "int4", *(["int8 xla", "int4 xla"] if on_gpu else [])]
-    print(f"{jax.devices()[0].device_kind}: {sizes}")
+    about = {"device": jax.devices()[0].device_kind, "sizes": dataclasses.asdict(sizes)}
+    print(f"{about['device']}: {sizes}")
+    rounds = 2 if options.quick else options.rounds
+    if options.chain:
+        kinds.insert(2, "int8+int4")
+        write_json(options.json, **about, chain=options.chain, rows=measure_chain(sizes, kinds, options.chain, rounds))
+        return
     rows = []
     for dtype in options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"]):
         for layout in options.layouts:
-            for row in measure(sizes, layout, jnp.dtype(dtype), kinds, 2 if options.quick else options.rounds):
+            for row in measure(sizes, layout, jnp.dtype(dtype), kinds, rounds):
                 rows.append(row)
                 print(
                     f"{row['layout']:10} {row['x']:9} {row['cache']:9} {row['ms']:9.3f} ms {row['ratio']:5.2f} of bf16 "
                     f"{row['cache_mb']:8.1f} MB, temporary {row['temporary_mb']:8.1f} MB, error {row['error']:.4f}"
                 )
-    write_json(options.json, device=jax.devices()[0].device_kind, sizes=dataclasses.asdict(sizes), rows=rows)
+    write_json(options.json, **about, rows=rows)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def backend(kind: str) -> str:
 def measured(kind: str, tree: Path, library: Path | None) -> dict[str, float]:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(tree / "src"),
+        "PYTHONPATH": os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "JAX_PLATFORMS": backend(kind),
         "EFORMER_MATERIALIZE": "allow",
     }

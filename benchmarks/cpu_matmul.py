@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from _llama import Shape, decode_step, make_cache, make_params
 from _rivals import rivals
-from _timing import FORMATS, MORE, Call, interleaved, random_storage, write_json
+from _timing import FORMATS, MORE, Call, interleaved, random_offset, random_storage, write_json
 
 from eformer._kernels import cpu, qmatmul
 from eformer._kernels.cpu import ISAS
@@ -64,16 +64,17 @@ VNNI_LIMITS = {case: limit for case, limit in BYTE_LIMITS.items() if case[0] != 
 
 def product(fmt: str, form: str, cols: int, preference: str, activations: str | None) -> Any:
     options: Any = {"fmt": fmt, "form": form, "cols": cols, "preference": preference, "activations": activations}
-    return jax.jit(lambda x, codes, scale: qmatmul(x, codes, scale, **options))
+    return jax.jit(lambda x, codes, scale, offset=None: qmatmul(x, codes, scale, offset=offset, **options))
 
 
 def forced(fmt: str, form: str, cols: int, isa: int, activations: str | None, threads: int | None) -> Any:
     """The kernel of one instruction set, perhaps on one thread."""
 
-    def run(x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    def run(x: jax.Array, codes: jax.Array, scale: jax.Array, offset: Any = None) -> jax.Array:
         options: Any = {"fmt": fmt, "form": form, "cols": cols, "activations": activations}
-        problem = product_problem(x, codes, scale, "cpu", **options)
-        return (cpu.byte_matmul if activations else cpu.qmatmul)(problem, x, codes, scale, isa=isa, threads=threads)
+        problem = product_problem(x, codes, scale, "cpu", offset=offset, **options)
+        how = {"isa": isa, "threads": threads, **({} if offset is None else {"offset": offset})}
+        return (cpu.byte_matmul if activations else cpu.qmatmul)(problem, x, codes, scale, **how)
 
     return jax.jit(run)
 
@@ -104,6 +105,9 @@ def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, d
         calls[f"{fmt} native"] = (native, (x.astype(dtype), codes, scale))
         if not options.no_tiled:
             calls[f"{fmt} tiled"] = (product(*what, "xla", a), (x.astype(dtype), codes, scale))
+        for kind in options.offsets if fmt.startswith("int") and fmt != "int8" and not a else ():
+            offset = random_offset(rng, fmt, kind, scale.shape)
+            calls[f"{fmt} with {kind}"] = (native, (x.astype(dtype), codes, scale, offset))
     if options.rivals:
         calls |= {name: (thunk, ()) for name, thunk in rivals(rng, k, n, m, dtype).items()}
     return calls
@@ -243,6 +247,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=("dot", "axpy"))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of the activations")
     parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MORE), default=(*FORMATS, *MORE))
+    parser.add_argument(
+        "--offsets", nargs="*", choices=("zeros", "biases"), default=("zeros",), help="of integers in blocks"
+    )
     parser.add_argument("--isa", choices=[name for name in ISAS.values() if name != "none"], help="force one")
     parser.add_argument("--activations", choices=("int8",), help="round x; formats and forms with such kernels only")
     parser.add_argument("--rounds", type=int)

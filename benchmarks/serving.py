@@ -1,11 +1,12 @@
 """Prefill and decoding of a model shaped like LLaMA 8B with random weights: dense against quantized ones.
 
     python benchmarks/serving.py [--quick] [--json PATH] [--layers 32] [--batch 1 8 32] [--context 1024]
-        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned | --both] [--fused] [--seconds N] [--small]
-        [--dtype D] [--commit C]
+        [--prompts 1x512 4x1024] [--variants NAME ...] [--scanned | --both] [--fused] [--headless] [--embedding]
+        [--seconds N] [--small] [--dtype D] [--commit C]
 
-A decode step is one token per text at the last place of the context, head included; prefill reads whole prompts and
-makes logits of their last tokens. Layers are a list, with --scanned one stack, or with --both either. --small (the
+A decode step is one token per text at the last place of the context, head included unless --headless; prefill reads
+whole prompts and makes logits of their last tokens. The embedding is dense, or with --embedding in the format of the
+weights, too. Layers are a list, with --scanned one stack, or with --both either. --small (the
 default without a GPU) is a model of 4 layers and a quarter of the width. Computed and dense in bfloat16 on a GPU, else
 in float32, which XLA multiplies faster on CPUs. Ratios are to the first variant, dense weights and a dense cache, in
 the same run.
@@ -53,7 +54,7 @@ def random(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)
 
 
-def make_params(config: Config, weights: dict[str, Any] | None, dtype: Any) -> Any:
+def make_params(config: Config, weights: dict[str, Any] | None, dtype: Any, *, head: bool, embedding: bool) -> Any:
     """Matrix by matrix: what is dense is dropped before the next is made."""
     inner, kv = config.heads * config.head_size, config.kv_heads * config.head_size
     sizes = {"q": (config.width, inner), "k": (config.width, kv), "v": (config.width, kv), "o": (inner, config.width)}
@@ -67,8 +68,11 @@ def make_params(config: Config, weights: dict[str, Any] | None, dtype: Any) -> A
     ones = jnp.ones(config.width, dtype)
     norms = {"norm_attention": ones, "norm_mlp": ones}
     layers = [{**{name: matrix(shape) for name, shape in sizes.items()}, **norms} for _ in range(config.layers)]
-    embedding = random(next(keys), (config.vocabulary, config.width), dtype)
-    return {"embedding": embedding, "layers": layers, "head": matrix((config.width, config.vocabulary)), "norm": ones}
+    table = random(next(keys), (config.vocabulary, config.width), dtype)
+    if embedding and weights is not None:  # rows are looked up: blocks, or scales, are those of rows
+        table = jax.block_until_ready(ef.quantize(table, dtype=weights["dtype"], axis=-1))
+    last = {"head": matrix((config.width, config.vocabulary))} if head else {}
+    return {"embedding": table, "layers": layers, "norm": ones, **last}
 
 
 def stacked(params: Any) -> Any:
@@ -77,8 +81,10 @@ def stacked(params: Any) -> Any:
 
 
 def run(config: Config, params: Any, tokens: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
-    """The likeliest token after the last one of every text, and the cache."""
+    """The likeliest token after the last one of every text, or what the head would make it of; and the cache."""
     x, cache = states(config, params, tokens, cache, start)
+    if "head" not in params:
+        return x[:, -1], cache
     return jnp.argmax(logits_of(config, params, x[:, -1]), axis=-1), cache
 
 
@@ -181,6 +187,8 @@ def main() -> None:
     parser.add_argument("--scanned", action="store_true")
     parser.add_argument("--both", action="store_true", help="a list of layers, and a stack")
     parser.add_argument("--fused", action="store_true", help="q, k, v as one product, gate and up as another")
+    parser.add_argument("--headless", action="store_true", help="the layers alone")
+    parser.add_argument("--embedding", action="store_true", help="quantize the embedding, too")
     parser.add_argument("--commit", help="of the tree that is measured, for the file")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no measurement after so many seconds")
@@ -198,7 +206,7 @@ def main() -> None:
     for name in options.variants:  # variants that differ in the cache alone share their weights
         weights = VARIANTS[name][0]
         if str(weights) not in made:
-            params = make_params(config, weights, dtype)
+            params = make_params(config, weights, dtype, head=not options.headless, embedding=options.embedding)
             params = fuse(params) if options.fused else params
             made[str(weights)] = {False: params, True: stacked(params) if options.scanned or options.both else None}
     layouts = (False, True) if options.both else (options.scanned,)
@@ -219,6 +227,7 @@ def main() -> None:
             )
         about = {"device": jax.devices()[0].device_kind, "dtype": dtype.name, "model": dataclasses.asdict(config)}
         about |= {"commit": options.commit, "fused": options.fused}
+        about |= {"headless": options.headless, "embedding": options.embedding}
         write_json(options.json, **about, rows=rows)
 
 
