@@ -113,6 +113,7 @@ BUILTIN = {
     "KernelFallbackWarning": UserWarning,
     "UnusedRuleWarning": UserWarning,
     "CalibrationWarning": UserWarning,
+    "PackedTensorsWarning": UserWarning,
     "UninitializedAval": Exception,
     "InvalidImplicitArrayError": TypeError,
     "AvalMismatchError": ValueError,

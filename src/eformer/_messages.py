@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def shown(value: object) -> str:
     """A value on one short line: an array by its dtype and shape, a container by its type, others by their repr.
@@ -17,6 +23,34 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} of length {len(value)}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def refuse_other_names(function: Callable[..., Any], given: dict[str, Any], meant: dict[str, str]) -> None:
+    for name in given:
+        if name in meant:
+            hint = meant[name].format(value=shown(given[name]))
+            raise TypeError(f"{function.__name__}() has no argument {name}=: {hint}.")
+
+
+def called_otherwise(**meant: str) -> Callable[[F], F]:
+    """Make a function answer arguments that other libraries have with what it has instead.
+
+    >>> @called_otherwise(bits='the format is dtype="int{value}"')
+    ... def quantize(w, dtype="nf4"): ...
+    >>> quantize(None, bits=4)
+    Traceback (most recent call last):
+    TypeError: quantize() has no argument bits=: the format is dtype="int4".
+    """
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            refuse_other_names(function, kwargs, meant)
+            return function(*args, **kwargs)
+
+        return cast(F, checked)
+
+    return decorated
 
 
 NOT_A_DATACLASS = """\

@@ -46,6 +46,10 @@ class CalibrationWarning(EformerWarning, UserWarning):
     """Statistics are missing or too few for what they are meant for."""
 
 
+class PackedTensorsWarning(EformerWarning, UserWarning):
+    """A quantized checkpoint of another library was read as the plain tensors it is stored in."""
+
+
 class UninitializedAval(EformerError):
     """`shape` or `dtype` was read before it could be known."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from eformer._messages import shown
 from eformer._record import Event, recorder, unrecorded
 
 from .box import notice_boxes
@@ -83,7 +84,7 @@ def _line(event: Event) -> str:
     return f"{event.kind} {op}: {name}, {reason}" + f" ({facts})" * bool(facts)
 
 
-def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
+def explain(fn: Callable[..., Any], *misplaced: Any) -> Callable[..., Explanation]:
     """Trace `fn`, and report what becomes of its implicit arrays. Nothing is compiled.
 
     A function that cannot be traced, because it looks at numbers or keeps state, is run instead (and has then run twice
@@ -93,6 +94,11 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
     >>> print(explain(lambda x: x + 1)(jnp.ones(3)))
     nothing was materialized, and no kernel was chosen
     """
+    if misplaced or not callable(fn):
+        raise TypeError(
+            f"explain takes a function alone, got {', '.join(map(shown, (fn, *misplaced)))}. Its arguments come in a "
+            "second call: explain(f)(x, q)."
+        )
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         policy = policy_in_force()

@@ -17,7 +17,7 @@ from eformer import _table
 from eformer._core import ImplicitArray
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import is_storage
-from eformer._messages import NOTHING_TO_TRAIN, shown
+from eformer._messages import NOTHING_TO_TRAIN, called_otherwise, shown
 from eformer._quantize.config import QuantizationConfig, config_of, quantize_stack
 from eformer._quantize.leaves import GROUPS, Leaf, Role, map_tree, open_tree, roles_of
 from eformer._quantize.plan import Choice, Rule, as_config, skipped_kinds
@@ -31,6 +31,14 @@ from .parts import ADAPTERS, Adapter, low_rank, with_trained
 Ranks = str | Iterable[str] | Mapping[str, int | None]
 
 
+@called_otherwise(
+    r="the rank is rank={value}",
+    lora_alpha="it is alpha={value}",
+    lora_dropout="it is dropout={value}",
+    target_modules='patterns of paths are rules, such as rules=["*q_proj*", "*v_proj*"]',
+    use_rslora="it is rank_stabilized={value}",
+    use_dora="it is dora={value}",
+)
 def add_lora(
     params: Any,
     rules: Ranks = "*",
@@ -93,7 +101,7 @@ def add_lora(
             message = (
                 f"add_lora: {taken[0]!r} already has an adapter, which stays. Call merge_lora first to add another."
             )
-        warnings.warn(message, UnusedRuleWarning, stacklevel=2)
+        warnings.warn(message, UnusedRuleWarning, stacklevel=3)
     return tree.rebuild(results)
 
 

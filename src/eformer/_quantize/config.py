@@ -15,7 +15,7 @@ from eformer._core import materialize, ste
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import as_index
 from eformer._jax import avals, traces
-from eformer._messages import shown
+from eformer._messages import called_otherwise, refuse_other_names, shown
 from eformer.errors import ShardingError
 
 from . import inputs
@@ -144,6 +144,13 @@ def _checked_axis(axis: Any) -> Axis:
     return tuple(as_index(a, "axis") for a in axis) if isinstance(axis, (list, tuple)) else as_index(axis, "axis")
 
 
+@called_otherwise(
+    group_size="values that share a scale are block_size={value}",
+    bits='the format is dtype="int{value}", or "nf4", "fp8", "mxfp4" and so on',
+    format="the format is dtype={value}",
+    mode="the format is dtype={value}; with group_size, bits and mode: eformer.quantization_functions.quantize",
+    zero_point="symmetric=False gives zero points",
+)
 def quantize(
     array: jax.Array,
     config: QuantizationConfig | None = None,
@@ -269,6 +276,14 @@ def _chosen(config: Any, dtype: Any, block_size: Any, simulate: Any, options: di
     return dataclasses.replace(config, **given) if given else config
 
 
+_KEPT = 'what is to stay dense has a rule, rules={{"*lm_head*": None}}, or is one of the groups of skip='
+_IN_RULES = {
+    "group_size": 'it is an option of a format, rules={{"*": {{"dtype": "int4", "block_size": {value}}}}}',
+    "bits": 'the format is a name in the rules, rules={{"*": "int{value}"}}; plan_bits finds one for each leaf',
+    **dict.fromkeys(("exclude", "ignore", "modules_to_not_convert", "llm_int8_skip_modules"), _KEPT),
+}
+
+
 def options_in_rules(function: F) -> F:
     """Make `function` say where an option of a format belongs that it was given as an argument of its own."""
     taken = inspect.signature(function).parameters.keys()
@@ -276,6 +291,7 @@ def options_in_rules(function: F) -> F:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_other_names(function, kwargs, _IN_RULES)
         wrong = {name: str(v) if name == "dtype" else v for name, v in kwargs.items() if name in elsewhere}
         if wrong:
             choice = repr(wrong["dtype"]) if wrong.keys() == {"dtype"} else repr({"dtype": "nf4", **wrong})

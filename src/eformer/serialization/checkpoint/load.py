@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from eformer._core import ImplicitArray
 from eformer._lora.dora import DoraArray
-from eformer.errors import CheckpointError
+from eformer.errors import CheckpointError, PackedTensorsWarning
 
 from ..safetensors.header import Entry, about, fits_jax, from_stored, loaded_shape
 from ..safetensors.reading import owned
@@ -22,6 +23,13 @@ from ..tree.describe import NO_STRUCTURE, restore, tensors_of
 from ..tree.structure import build, named_leaves
 from .index import FileSet, open_set
 from .parts import READABLE, child_specs, read_part
+
+# Names that quantized checkpoints of other libraries have (GPTQ and AWQ, compressed-tensors, FP8), and others do not.
+_PACKED = ("qweight", "weight_packed", "weight_scale_inv")
+_READ_AS_STORED = (
+    "{path} is a quantized checkpoint of another library ({packed}): load gives its codes and scales as the plain "
+    "tensors they are stored in. For arrays that multiply, eformer.load_checkpoint(path)."
+)
 
 
 class NamedLeaves(Mapping[str, Any]):
@@ -248,6 +256,10 @@ def load(path: str | os.PathLike[str], like: Any = None, *, strict: bool = True,
         memory_map: False copies what is read, for files that may be overwritten in place.
     """
     checkpoint = open_lazy(path, memory_map=memory_map)
+    if checkpoint.structure is NO_STRUCTURE:
+        packed = next((name for name in checkpoint if name.rpartition(".")[2] in _PACKED), None)
+        if packed is not None:
+            warnings.warn(_READ_AS_STORED.format(path=checkpoint.path, packed=packed), PackedTensorsWarning, 2)
     return restore_tree(checkpoint) if like is None else restore_like(checkpoint, like, strict=strict)
 
 
