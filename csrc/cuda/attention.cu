@@ -8,21 +8,20 @@
 namespace eformer {
 namespace {
 
-template <int KBITS, int VBITS, int D, int TERMS, bool HALF>
+template <int KBITS, int VBITS, int D, int DTYPE, int TILES>
 cudaError_t launch(cudaStream_t stream, CacheAttention a, const Device& device) {
-  const int bytes = kQueryBytes<D, TERMS> + 4 * (kAttentionWarps * a.group * D + 2 * (kAttentionWarps + 1) * kMostQueries);
-  constexpr int kMost = kQueryBytes<D, TERMS> + 4 * (kAttentionWarps * kMostQueries * D + 2 * (kAttentionWarps + 1) * kMostQueries);
-  auto* kernel = &attention_kernel<KBITS, VBITS, D, TERMS, HALF>;
+  constexpr int kBytes = sizeof(AttentionMemory<KBITS, VBITS, D, DTYPE, TILES>), kFill = 4;
+  auto* kernel = &attention_kernel<KBITS, VBITS, D, DTYPE, TILES>;
   static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t e = allow_shared(kernel, device, kMost, &allowed)) return e;
+  if (cudaError_t e = allow_shared(kernel, device, kBytes, &allowed)) return e;
   // As many blocks as fill the device, of some tiles for every warp.
   a.splits = 1;
-  while (device.major >= 9 && a.splits < 8 && a.stack.count * a.splits < device.multiprocessors &&
+  while (device.major >= 9 && a.splits < kMostSplits && 2 * int64_t{a.stack.count} * a.splits <= kFill * device.multiprocessors &&
          a.positions > a.splits * kTokens * kAttentionWarps)
     a.splits *= 2;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(a.stack.count * a.splits)), config.blockDim = dim3(kAttentionThreads);
-  config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.dynamicSmemBytes = kBytes, config.stream = stream;
   cudaLaunchAttribute cluster[1];
   cluster[0].id = cudaLaunchAttributeClusterDimension;
   cluster[0].val.clusterDim.x = static_cast<unsigned>(a.splits), cluster[0].val.clusterDim.y = 1, cluster[0].val.clusterDim.z = 1;
@@ -30,10 +29,16 @@ cudaError_t launch(cudaStream_t stream, CacheAttention a, const Device& device) 
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+template <int KBITS, int VBITS, int D, int DTYPE>
+cudaError_t launch_of_type(cudaStream_t stream, const CacheAttention& a, const Device& device) {
+  return a.group <= 8 ? launch<KBITS, VBITS, D, DTYPE, 1>(stream, a, device) : launch<KBITS, VBITS, D, DTYPE, 2>(stream, a, device);
+}
+
 template <int KBITS, int VBITS, int D>
 cudaError_t launch_of_size(cudaStream_t stream, const CacheAttention& a, const Device& device) {
-  if (a.dtype != kBf16) return launch<KBITS, VBITS, D, 2, false>(stream, a, device);
-  return a.group <= 8 ? launch<KBITS, VBITS, D, 1, true>(stream, a, device) : launch<KBITS, VBITS, D, 1, false>(stream, a, device);
+  if (a.dtype == kF32) return launch_of_type<KBITS, VBITS, D, kF32>(stream, a, device);
+  return a.dtype == kBf16 ? launch_of_type<KBITS, VBITS, D, kBf16>(stream, a, device)
+                          : launch_of_type<KBITS, VBITS, D, kF16>(stream, a, device);
 }
 
 template <int D>
@@ -45,7 +50,7 @@ cudaError_t launch_of_kind(cudaStream_t stream, const CacheAttention& a, const D
 }  // namespace
 
 cudaError_t attend(cudaStream_t stream, const CacheAttention& a) {
-  if (static_cast<int64_t>(a.stack.count) * 8 >= int64_t{1} << 31) return cudaErrorNotSupported;
+  if (static_cast<int64_t>(a.stack.count) * kMostSplits >= int64_t{1} << 31) return cudaErrorNotSupported;
   Device device;
   if (cudaError_t e = current_device(&device)) return e;
   switch (a.padded) {

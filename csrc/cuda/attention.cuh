@@ -1,16 +1,19 @@
-// Attention of one token over a quantized cache, in one pass (src/eformer/_kernels/attention.py has the definition).
+// Attention of one token over a quantized cache, in one pass (src/eformer/_kernels/attention.py has the definition). The
+// token's own row is quantized and written first.
 //
-// A block takes some of the positions of one head, its warps take 16 of them at a time. Queries that share the head are the
-// 16 rows of the matrix instruction, with zeros behind them. A scale of a key is applied to its score, that of a value to its
-// weight. Blocks of a cluster share a head and merge what they have found through shared memory.
+// A block takes some of the positions of one head, its warps take 16 of them at a time. Positions are the rows of the first
+// matrix instruction (keys * q.T), queries that share the head its columns; the second one (values.T * weights.T) has rows
+// of values there. Codes are exact in float16. A query is scaled by a power of two, so that it is as good as exact, too; so
+// are weights times scales of values, by one that all positions so far share (`limit`). Blocks of a cluster share a head and
+// merge what they have found through shared memory.
 #pragma once
 
 #include "attention_rows.cuh"
 
 namespace eformer {
 
-constexpr int kAttentionWarps = 4, kAttentionThreads = kAttentionWarps * 32, kTokens = 16, kMostQueries = 16;
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kAttentionWarps = 4, kAttentionThreads = kAttentionWarps * 32, kTokens = 16, kMostSplits = 8;
+constexpr float kLog2e = 1.4426950408889634f, kWeight = 16384.f;  // the largest weight
 
 // All threads of all blocks of the cluster; what they wrote is seen behind it.
 __device__ __forceinline__ void sync_cluster() {
@@ -29,231 +32,325 @@ __device__ __forceinline__ float read_of_block(const float* mine, int rank) {
   return *mine;
 #endif
 }
-
-__device__ __forceinline__ float rescaled(float from, float to) { return from == -INFINITY ? 0.f : exp2f(from - to); }
-
-// Sums of several parts, each relative to a largest score of its own, become relative to the largest of all.
-struct Merged {
-  float most, total, sum;
-};
-template <class Most, class Total, class Sum>
-__device__ __forceinline__ Merged merge(int parts, Most most_of, Total total_of, Sum sum_of) {
-  Merged m{-INFINITY, 0.f, 0.f};
-  for (int i = 0; i < parts; ++i) m.most = fmaxf(m.most, most_of(i));
-  for (int i = 0; i < parts; ++i) {
-    const float factor = rescaled(most_of(i), m.most);
-    m.total += total_of(i) * factor, m.sum += sum_of(i) * factor;
-  }
-  return m;
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
 }
 
-template <int D, int TERMS>
-constexpr int kQueryBytes = D / 16 * TERMS * 32 * 16;
+// Relative to a largest score: what was relative to another.
+__device__ __forceinline__ float rescaled(float from, float to) { return from == -INFINITY ? 0.f : exp2f(from - to); }
+// The power of two above a magnitude, and its inverse.
+__device__ __forceinline__ float limit_of(float v) {
+  return __uint_as_float(min((__float_as_uint(v) & 0x7F800000u) + 0x00800000u, 0x7E000000u));
+}
+__device__ __forceinline__ float inverse_of(float limit) { return __uint_as_float(0x7F000000u - __float_as_uint(limit)); }
+// Of the lanes that have other rows of a result than this one.
+__device__ __forceinline__ float largest_of_rows(float v) {
+#pragma unroll
+  for (int apart = 4; apart < 32; apart *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, apart));
+  return v;
+}
 
-// TERMS bfloat16 make a query or a weight. With HALF at most eight queries share a head.
-template <int KBITS, int VBITS, int D, int TERMS, bool HALF>
-__global__ void __launch_bounds__(kAttentionThreads, D > 128 || TERMS > 1 ? 2 : 3)
+// What the parts of a sum have found, warps of a block or blocks of a cluster: the largest score and the total of every
+// query, and a limit each.
+template <int QUERIES>
+struct Found {
+  float most[QUERIES], total[QUERIES], limit;
+};
+
+template <int KBITS, int VBITS, int D, int DTYPE, int TILES>
+struct AttentionMemory {
+  static constexpr int kQueries = 8 * TILES, kRow = D + 4, kSums = TILES * (D / 16) * 4 * 32;
+  float q[kQueries][kRow];
+  float sums[kAttentionWarps][kSums];
+  Found<kQueries> warps[kAttentionWarps], block, blocks[kMostSplits];
+  float factors[kMostSplits][kQueries];
+  alignas(16) uint8_t codes[2][D];
+  alignas(16) uint8_t scales[2][16];
+};
+
+// TILES of eight queries. A query or a weight in float32 is a sum of two float16.
+template <int KBITS, int VBITS, int D, int DTYPE, int TILES>
+__global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : D > 128 || TILES > 1 || DTYPE == kF32 ? 2 : 4)
     attention_kernel(const __grid_constant__ CacheAttention a) {
   using K = Keys<KBITS, D>;
   using V = Values<VBITS, D>;
-  constexpr int kRows = HALF ? 1 : 2;
+  using Memory = AttentionMemory<KBITS, VBITS, D, DTYPE, TILES>;
+  constexpr int kTerms = DTYPE == kF32 ? 2 : 1, kOuts = D / 16, kKeyScale = K::kBlocks * K::kScaleBytes,
+                kValueScale = V::kBlocks * V::kScaleBytes;
   extern __shared__ __align__(16) uint8_t shared[];
-  uint4* const queries = reinterpret_cast<uint4*>(shared);
-  float* const sums = reinterpret_cast<float*>(shared + kQueryBytes<D, TERMS>);
-  float* const mosts = sums + kAttentionWarps * a.group * D;  // one entry for each warp and query, then the block's
-  float* const totals = mosts + (kAttentionWarps + 1) * kMostQueries;
+  Memory& m = *reinterpret_cast<Memory*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = static_cast<int>(blockIdx.x % a.splits), head = static_cast<int>(blockIdx.x / a.splits);
-  const int64_t rows = (static_cast<int64_t>(first_matrix(a.stack)) + head) * a.positions;
-  const int last = min(__ldg(a.place), a.positions - 1), first = a.window ? max(__ldg(a.place) + 1 - a.window, 0) : 0;
-  const int count = max(last + 1 - first, 0);
-  const int share = ceil_div(ceil_div(count, a.splits), kTokens) * kTokens;
+  const int place = __ldg(a.place), last = min(place, a.positions - 1), first = a.window ? max(place + 1 - a.window, 0) : 0;
+  const int count = max(last + 1 - first, 0), share = ceil_div(ceil_div(count, a.splits), kTokens) * kTokens;
   const int begin = first + rank * share, end = min(begin + share, last + 1);
+  const int64_t rows = (static_cast<int64_t>(first_matrix(a.stack)) + head) * a.positions;
+  uint8_t *const keys_at = a.keys + rows * K::kBytes, *const values_at = a.values + rows * V::kBytes;
+  uint8_t *const key_scales = a.key_scale + rows * kKeyScale, *const value_scales = a.value_scale + rows * kValueScale;
+  // As an index of lax.dynamic_update_slice: from the end where it is negative, then what there is.
+  const int written = a.new_keys ? clamp_to(place < 0 ? place + a.positions : place, a.positions - 1) : -1;
+
+  {
+    const int of_group = a.group * a.size;
+    for (int i = threadIdx.x; i < Memory::kQueries * D; i += kAttentionThreads) {
+      const int query = i / D, at = i % D;
+      const int from = query * a.size + at;
+      m.q[query][at] = at < a.size && from < of_group ? load_one<DTYPE>(a.q, static_cast<int64_t>(head) * of_group + from) : 0.f;
+    }
+    const bool owner = (begin <= written && written < end) || (count == 0 && rank == 0);
+    const int64_t from = static_cast<int64_t>(head) * a.size;
+    if (written >= 0 && warp == 0)
+      write_row<KBITS, D, DTYPE>(a.new_keys, from, a.size, m.codes[0], m.scales[0], owner,
+                                 keys_at + static_cast<int64_t>(written) * K::kBytes, key_scales + static_cast<int64_t>(written) * kKeyScale);
+    if (written >= 0 && warp == 1)
+      write_row<VBITS, D, DTYPE>(a.new_values, from, a.size, m.codes[1], m.scales[1], owner,
+                                 values_at + static_cast<int64_t>(written) * V::kBytes,
+                                 value_scales + static_cast<int64_t>(written) * kValueScale);
+  }
+  __syncthreads();
 
   K keys[2];
   V values[4];
-  float key_scale[2][2][K::kBlocks], value_scale[2][2][V::kBlocks];
+  float key_scale[2][K::kBlocks], value_scale[2][V::kBlocks];
   // Places that do not exist are read as the last one, and masked.
-  const auto row = [&](int tile, int token) { return rows + min(tile + token, end - 1); };
   const auto load_keys = [&](int tile) {
+    const bool cached = written < tile || written >= tile + kTokens;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      keys[j].load(a.keys + row(tile, 8 * j + g) * K::kBytes, t);
+      const int64_t at = min(tile + 8 * j + g, end - 1);
+      const bool here = cached || at != written;
+      keys[j].load(here ? keys_at + at * K::kBytes : m.codes[0], t, cached);
+      const uint8_t* const scale = here ? key_scales + at * kKeyScale : m.scales[0];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int b = 0; b < K::kBlocks; ++b)
-          key_scale[j][e][b] = load_scale<KBITS>(a.key_scale, row(tile, 8 * j + 2 * t + e) * K::kBlocks + b);
-      }
+      for (int b = 0; b < K::kBlocks; ++b) key_scale[j][b] = load_scale<KBITS>(scale + b * K::kScaleBytes, cached);
     }
   };
   const auto load_values = [&](int tile) {
+    const bool cached = written < tile || written >= tile + kTokens;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t at = min(tile + 8 * (j / 2) + 2 * t + j % 2, end - 1);
+      values[j].load(cached || at != written ? values_at + at * V::kBytes : m.codes[1], g, cached);
+    }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+      const int64_t at = min(tile + 8 * j + g, end - 1);
+      const uint8_t* const scale = cached || at != written ? value_scales + at * kValueScale : m.scales[1];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int64_t r = row(tile, 8 * j + 2 * t + e);
-        values[2 * j + e].load(a.values + r * V::kBytes, g);
-#pragma unroll
-        for (int b = 0; b < V::kBlocks; ++b) value_scale[j][e][b] = load_scale<VBITS>(a.value_scale, r * V::kBlocks + b);
-      }
+      for (int b = 0; b < V::kBlocks; ++b) value_scale[j][b] = load_scale<VBITS>(scale + b * V::kScaleBytes, cached);
     }
   };
   constexpr int kStride = kTokens * kAttentionWarps;
   int tile = begin + warp * kTokens;
   if (tile < end) load_keys(tile), load_values(tile);
 
-  for (int i = threadIdx.x; i < K::kSteps * 32; i += kAttentionThreads) {
-    const int step = i / 32, lg = i % 32 / 4, lt = i % 4;
-    uint32_t r[TERMS][4];
+  uint32_t q[TILES][kTerms][K::kSteps][2];
+  float factor[TILES][2];  // of the queries 2t and 2t + 1 of a tile
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of the first columns, then of the others
-      const int query = lg + part % 2 * 8;
-      float v[2];
+  for (int n = 0; n < TILES; ++n) {
+    const float* const row = m.q[8 * n + g];
+    float most = 0.f;
+    for (int i = t; i < D; i += 4) most = fmaxf(most, fabsf(row[i]));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    // 2^13 to 2^14 is the largest.
+    const uint32_t exponent = min(max(__float_as_uint(most) >> 23, 14u), 253u);
+    const float up = __uint_as_float((267u - exponent) << 23), down = __uint_as_float((exponent - 13u) << 23);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = K::place(step, lt, part / 2, half);
-        const bool there = query < a.group && at < a.size;
-        v[half] = there ? load_float(a.q, (static_cast<int64_t>(head) * a.group + query) * a.size + at, a.dtype) : 0.f;
+    for (int step = 0; step < K::kSteps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float v0 = row[K::place(step, t, r, 0)] * up, v1 = row[K::place(step, t, r, 1)] * up;
+        q[n][0][step][r] = pack(v0, v1);
+        if constexpr (kTerms > 1) q[n][1][step][r] = pack(v0 - first_of(q[n][0][step][r]), v1 - second_of(q[n][0][step][r]));
       }
-      r[0][part] = pack(v[0], v[1]);
-      if constexpr (TERMS > 1) r[1][part] = pack(v[0] - first_of(r[0][part]), v[1] - second_of(r[0][part]));
     }
 #pragma unroll
-    for (int term = 0; term < TERMS; ++term)
-      queries[(step * TERMS + term) * 32 + i % 32] = make_uint4(r[term][0], r[term][1], r[term][2], r[term][3]);
+    for (int h = 0; h < 2; ++h) factor[n][h] = __shfl_sync(~0u, down, 8 * t + 4 * h) * a.factor;
   }
-  __syncthreads();
 
-  float sum[V::kTiles][4], most[kRows], total[kRows];
+  float sum[TILES][kOuts][4], most[TILES][2], total[TILES][2], limit = 0x1p-126f;
 #pragma unroll
-  for (int i = 0; i < V::kTiles; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+  for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-  for (int h = 0; h < kRows; ++h) most[h] = -INFINITY, total[h] = 0.f;
+    for (int i = 0; i < kOuts; ++i) sum[n][i][0] = sum[n][i][1] = sum[n][i][2] = sum[n][i][3] = 0.f;
+    most[n][0] = most[n][1] = -INFINITY, total[n][0] = total[n][1] = 0.f;
+  }
 
   for (; tile < end; tile += kStride) {
-    float score[2][4] = {};
+    float score[TILES][4] = {};
 #pragma unroll
     for (int b = 0; b < K::kBlocks; ++b) {
-      float part[2][4] = {};
+      float part[TILES][4] = {};
 #pragma unroll
       for (int s = 0; s < K::kStepsOfBlock; ++s) {
         const int step = b * K::kStepsOfBlock + s;
         const uint2 k0 = keys[0].fragment(step), k1 = keys[1].fragment(step);
+        const uint32_t k[4] = {k0.x, k1.x, k0.y, k1.y};
 #pragma unroll
-        for (int term = 0; term < TERMS; ++term) {
-          const uint4 q4 = queries[(step * TERMS + term) * 32 + lane];
-          const uint32_t q[4] = {q4.x, q4.y, q4.z, q4.w};
-          mma<__nv_bfloat16>(part[0], q, k0.x, k0.y);
-          mma<__nv_bfloat16>(part[1], q, k1.x, k1.y);
+        for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term) mma<__half>(part[n], k, q[n][term][step][0], q[n][term][step][1]);
         }
       }
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+      for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) score[j][i] += part[j][i] * key_scale[j][i % 2][b];
+        for (int i = 0; i < 4; ++i) score[n][i] += part[n][i] * key_scale[i / 2][b];
       }
     }
     const int next = tile + kStride;
+    const bool there[2] = {tile + g < end, tile + 8 + g < end};
     if (next < end) load_keys(next);
 
-    float weight[2][4] = {};
+    float of_values = 0.f;
 #pragma unroll
-    for (int h = 0; h < kRows; ++h) {
-      float top = most[h];
+    for (int b = 0; b < V::kBlocks; ++b) of_values = fmaxf(of_values, fmaxf(fabsf(value_scale[0][b]), fabsf(value_scale[1][b])));
+    const float wider = fmaxf(limit, limit_of(largest_of_rows(of_values)));
+    bool grown = wider > limit;
+    float top[TILES][2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+    for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float s = score[j][2 * h + e] * a.factor;
-          if (a.cap > 0.f) s = tanhf(s / a.cap) * a.cap;
-          s = tile + 8 * j + 2 * t + e < end ? s * kLog2e : -INFINITY;
-          score[j][2 * h + e] = s;
-          top = fmaxf(top, s);
-        }
-      }
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float base = top == -INFINITY ? 0.f : top, shrunk = rescaled(most[h], base);
-      most[h] = top;
-      total[h] *= shrunk;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float p = exp2f(score[j][2 * h + e] - base);
-          weight[j][2 * h + e] = p, total[h] += p;
-        }
+      for (int i = 0; i < 4; ++i) {
+        float s = score[n][i] * factor[n][i % 2];
+        if (a.cap > 0.f) s = tanhf(s / a.cap) * a.cap;
+        score[n][i] = there[i / 2] ? s * kLog2e : -INFINITY;
       }
 #pragma unroll
-      for (int i = 0; i < V::kTiles; ++i) sum[i][2 * h] *= shrunk, sum[i][2 * h + 1] *= shrunk;
+      for (int h = 0; h < 2; ++h) {
+        top[n][h] = fmaxf(most[n][h], largest_of_rows(fmaxf(score[n][h], score[n][2 + h])));
+        grown |= top[n][h] > most[n][h];
+      }
     }
+    if (__any_sync(~0u, grown)) {
+      const float narrowed = limit * inverse_of(wider);
 #pragma unroll
-    for (int b = 0; b < V::kBlocks; ++b) {
-      uint32_t p[TERMS][4];
+      for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of the first positions, then of the others
-        const int j = part / 2, h = part % 2;
-        const float v0 = weight[j][2 * h] * value_scale[j][0][b], v1 = weight[j][2 * h + 1] * value_scale[j][1][b];
-        p[0][part] = HALF && h ? 0u : pack(v0, v1);
-        if constexpr (TERMS > 1) p[1][part] = HALF && h ? 0u : pack(v0 - first_of(p[0][part]), v1 - second_of(p[0][part]));
+        for (int h = 0; h < 2; ++h) {
+          const float shrunk = rescaled(most[n][h], top[n][h]);
+          total[n][h] *= shrunk;
+#pragma unroll
+          for (int i = 0; i < kOuts; ++i) sum[n][i][h] *= shrunk * narrowed, sum[n][i][2 + h] *= shrunk * narrowed;
+          most[n][h] = top[n][h];
+        }
+      }
+      limit = wider;
+    }
+    const float unit = inverse_of(limit) * kWeight;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float base = most[n][i % 2] == -INFINITY ? 0.f : most[n][i % 2];
+        score[n][i] = exp2f(score[n][i] - base);
+        total[n][i % 2] += score[n][i];
       }
 #pragma unroll
-      for (int i = 0; i < V::kTilesOfBlock; ++i) {
-        const int at = b * V::kTilesOfBlock + i;
-        const uint32_t v0 = V::pair(values[0], values[1], at), v1 = V::pair(values[2], values[3], at);
+      for (int b = 0; b < V::kBlocks; ++b) {
+        uint32_t w[kTerms][2];
 #pragma unroll
-        for (int term = 0; term < TERMS; ++term) mma<__nv_bfloat16>(sum[at], p[term], v0, v1);
+        for (int j = 0; j < 2; ++j) {
+          const float s = value_scale[j][b] * unit, w0 = score[n][2 * j] * s, w1 = score[n][2 * j + 1] * s;
+          const uint32_t pair = pack(w0, w1);
+          w[0][j] = transposed(pair);
+          if constexpr (kTerms > 1) w[1][j] = transposed(pack(w0 - first_of(pair), w1 - second_of(pair)));
+        }
+#pragma unroll
+        for (int i = 0; i < V::kTilesOfBlock / 2; ++i) {
+          const int at = b * V::kTilesOfBlock / 2 + i;
+          const uint32_t v[4] = {V::pair(values[0], values[1], 2 * at), V::pair(values[0], values[1], 2 * at + 1),
+                                 V::pair(values[2], values[3], 2 * at), V::pair(values[2], values[3], 2 * at + 1)};
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term) mma<__half>(sum[n][at], v, w[term][0], w[term][1]);
+        }
       }
     }
     if (next < end) load_values(next);
   }
 
+  // Sums stay in the order of registers until they are stored.
 #pragma unroll
-  for (int h = 0; h < kRows; ++h) {
-    total[h] += __shfl_xor_sync(~0u, total[h], 1);
-    total[h] += __shfl_xor_sync(~0u, total[h], 2);
-    const int query = g + 8 * h;
-    if (query < a.group) {
-      float* const mine = sums + (warp * a.group + query) * D;
+  for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-      for (int i = 0; i < V::kTiles; ++i) {
-        mine[V::place(i, 2 * t)] = sum[i][2 * h];
-        mine[V::place(i, 2 * t + 1)] = sum[i][2 * h + 1];
-      }
-      if (t == 0) mosts[warp * kMostQueries + query] = most[h], totals[warp * kMostQueries + query] = total[h];
+    for (int i = 0; i < kOuts; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) m.sums[warp][((n * kOuts + i) * 4 + r) * 32 + lane] = sum[n][i][r];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int apart = 4; apart < 32; apart *= 2) total[n][h] += __shfl_xor_sync(~0u, total[n][h], apart);
+      if (g == 0) m.warps[warp].most[8 * n + 2 * t + h] = most[n][h], m.warps[warp].total[8 * n + 2 * t + h] = total[n][h];
     }
   }
+  if (lane == 0) m.warps[warp].limit = limit;
   __syncthreads();
 
   // Of the warps, into the place of the first; then of the blocks, which take turns with the results.
-  const int all = a.group * D, own = kAttentionWarps * kMostQueries;
-  const auto store = [&](int i, const Merged& m) {
-    const int query = i / D, at = i % D;
-    if (at < a.size) store_float(a.y, (static_cast<int64_t>(head) * a.group + query) * a.size + at, a.dtype, m.sum / m.total);
+  const auto query_of = [](int i) { return i / (kOuts * 128) * 8 + 2 * (i % 4) + i / 32 % 2; };
+  const auto merged = [&](int parts, const Found<Memory::kQueries>* of, int query) {
+    Found<1> all{{-INFINITY}, {0.f}, 0.f};
+    for (int p = 0; p < parts; ++p) all.most[0] = fmaxf(all.most[0], of[p].most[query]), all.limit = fmaxf(all.limit, of[p].limit);
+    for (int p = 0; p < parts; ++p) all.total[0] += of[p].total[query] * rescaled(of[p].most[query], all.most[0]);
+    return all;
   };
-  for (int i = threadIdx.x; i < all; i += kAttentionThreads) {
-    const int query = i / D;
-    const Merged m = merge(
-        kAttentionWarps, [&](int w) { return mosts[w * kMostQueries + query]; },
-        [&](int w) { return totals[w * kMostQueries + query]; }, [&](int w) { return sums[w * all + i]; });
-    if (a.splits == 1) {
-      store(i, m);
-    } else {
-      sums[i] = m.sum;
-      if (i % D == 0) mosts[own + query] = m.most, totals[own + query] = m.total;
+  if (threadIdx.x < Memory::kQueries) {
+    const int query = threadIdx.x;
+    const Found<1> all = merged(kAttentionWarps, m.warps, query);
+    m.block.most[query] = all.most[0], m.block.total[query] = all.total[0], m.block.limit = all.limit;
+#pragma unroll
+    for (int w = 0; w < kAttentionWarps; ++w)
+      m.factors[w][query] = rescaled(m.warps[w].most[query], all.most[0]) * (m.warps[w].limit * inverse_of(all.limit));
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < Memory::kSums; i += kAttentionThreads) {
+    const int query = query_of(i);
+    float s = 0.f;
+#pragma unroll
+    for (int w = 0; w < kAttentionWarps; ++w) s += m.sums[w][i] * m.factors[w][query];
+    m.sums[0][i] = s;
+  }
+  if (a.splits > 1) {
+    sync_cluster();
+    for (int i = threadIdx.x; i < a.splits * Memory::kQueries; i += kAttentionThreads) {
+      const int from = i / Memory::kQueries, query = i % Memory::kQueries;
+      m.blocks[from].most[query] = read_of_block(&m.block.most[query], from);
+      m.blocks[from].total[query] = read_of_block(&m.block.total[query], from);
+      if (query == 0) m.blocks[from].limit = read_of_block(&m.block.limit, from);
     }
+  } else if (threadIdx.x < Memory::kQueries) {
+    const int query = threadIdx.x;
+    m.blocks[0].most[query] = m.block.most[query], m.blocks[0].total[query] = m.block.total[query];
+    m.blocks[0].limit = m.block.limit;
   }
-  if (a.splits == 1) return;
-  sync_cluster();
-  for (int i = rank * kAttentionThreads + threadIdx.x; i < all; i += a.splits * kAttentionThreads) {
-    const int query = i / D;
-    store(i, merge(
-                 a.splits, [&](int r) { return read_of_block(mosts + own + query, r); },
-                 [&](int r) { return read_of_block(totals + own + query, r); },
-                 [&](int r) { return read_of_block(sums + i, r); }));
+  __syncthreads();
+  if (threadIdx.x < Memory::kQueries) {
+    const int query = threadIdx.x;
+    const Found<1> all = merged(a.splits, m.blocks, query);
+    for (int r = 0; r < a.splits; ++r)
+      m.factors[r][query] = rescaled(m.blocks[r].most[query], all.most[0]) * m.blocks[r].limit / (kWeight * all.total[0]);
   }
-  sync_cluster();  // nobody leaves while others read
+  __syncthreads();
+  for (int i = rank * kAttentionThreads + threadIdx.x; i < Memory::kSums; i += a.splits * kAttentionThreads) {
+    const int query = query_of(i), at = V::place(i / 128 % kOuts * 2 + i / 64 % 2, i % 32 / 4);
+    if (query >= a.group || at >= a.size) continue;
+    float s = 0.f;
+    if (a.splits == 1) {
+      s = m.sums[0][i] * m.factors[0][query];
+    } else {
+      float parts[kMostSplits];
+#pragma unroll
+      for (int r = 0; r < kMostSplits; ++r) parts[r] = r < a.splits ? read_of_block(&m.sums[0][i], r) : 0.f;
+#pragma unroll
+      for (int r = 0; r < kMostSplits; ++r) s += r < a.splits ? parts[r] * m.factors[r][query] : 0.f;
+    }
+    store_float(a.y, (static_cast<int64_t>(head) * a.group + query) * a.size + at, DTYPE, s);
+  }
+  if (a.splits > 1) sync_cluster();  // nobody leaves while others read
 }
 
 }  // namespace eformer

@@ -1,4 +1,4 @@
-// Rows of a cache as operands of the matrix instruction: codes become bfloat16, exactly, on their way from memory to it. Which
+// Rows of a cache as operands of the matrix instruction: codes become float16, exactly, on their way from memory to it. Which
 // column of the instruction a value is, is free, as long as both operands agree: so every lane reads whole words.
 #pragma once
 
@@ -6,64 +6,75 @@
 
 namespace eformer {
 
-__device__ __forceinline__ uint32_t minus(uint32_t a, uint32_t b) {
-  const __nv_bfloat162 d = __hsub2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
-  return reinterpret_cast<const uint32_t&>(d);
+__device__ __forceinline__ uint32_t scaled_plus(uint32_t a, uint32_t factor, uint32_t b) {
+  const __half2 r = __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(factor), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(r);
 }
-// The signed bytes 0 and 2 of a word: 128 and the low bits, less 128 or, where the sign is set, 256.
+// A code next to 1024 (0x6400) is a float16. The signed bytes 0 and 2 of a word, whose sign is turned:
 __device__ __forceinline__ uint32_t from_bytes(uint32_t w) {
-  return minus((w & 0x007F007Fu) | 0x43004300u, (w & 0x00800080u) | 0x43004300u);
+  return scaled_plus((w & 0x00FF00FFu) ^ 0x64806480u, 0x3C003C00u, 0xE480E480u);  // less 1152
 }
-// The low nibbles of the bytes 0 and 2, less 8.
-__device__ __forceinline__ uint32_t from_nibbles(uint32_t w) { return minus((w & 0x000F000Fu) | 0x43004300u, 0x43084308u); }
+// The low nibbles of the bytes 0 and 2, less 8; the high ones, which are 16 times too large.
+__device__ __forceinline__ uint32_t from_low(uint32_t w) {
+  return scaled_plus((w & 0x000F000Fu) | 0x64006400u, 0x3C003C00u, 0xE408E408u);  // less 1032
+}
+__device__ __forceinline__ uint32_t from_high(uint32_t w) {
+  return scaled_plus((w & 0x00F000F0u) | 0x64006400u, 0x2C002C00u, 0xD480D480u);  // a sixteenth, less 72
+}
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  const __half2 both = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(both);
 }
-__device__ __forceinline__ float first_of(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float second_of(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ float first_of(uint32_t pair) { return __low2float(reinterpret_cast<const __half2&>(pair)); }
+__device__ __forceinline__ float second_of(uint32_t pair) { return __high2float(reinterpret_cast<const __half2&>(pair)); }
 
-template <int BITS>
-__device__ __forceinline__ float load_scale(const void* p, int64_t i) {
-  if constexpr (BITS == 8) return __ldg(static_cast<const float*>(p) + i);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+// What a pointer to a row or a scale may point to: the cache, or shared memory, where the new row is.
+template <class T>
+__device__ __forceinline__ T load_as(const void* p, bool in_cache) {
+  return in_cache ? __ldg(static_cast<const T*>(p)) : *static_cast<const T*>(p);
 }
 
 // A row of D codes. Scales are those of blocks of 64 values of 4 bits, or of the row.
 template <int BITS, int D>
 struct CodeRow {
-  static constexpr int kBytes = D * BITS / 8, kBlocks = BITS == 4 ? D / 64 : 1;
+  static constexpr int kBytes = D * BITS / 8, kBlocks = BITS == 4 ? D / 64 : 1, kScaleBytes = BITS == 4 ? 2 : 4;
   static constexpr bool kLong = D % 64 == 0;
 };
 
-// Keys are the columns of q * keys.T: the four lanes of a column share a row, and have four values each of every 16.
+template <int BITS>
+__device__ __forceinline__ float load_scale(const uint8_t* p, bool in_cache) {
+  if constexpr (BITS == 8) return load_as<float>(p, in_cache);
+  return __uint_as_float(static_cast<uint32_t>(load_as<uint16_t>(p, in_cache)) << 16);
+}
+
+// Keys are the rows of keys * q.T: the four lanes of a row have four values each of every 16.
 template <int BITS, int D>
 struct Keys : CodeRow<BITS, D> {
   static constexpr int kWords = D * BITS / 128, kSteps = D / 16, kStepsOfBlock = BITS == 4 ? 4 : kSteps;
   uint32_t w[kWords];
 
-  __device__ __forceinline__ void load(const uint8_t* row, int t) {
+  __device__ __forceinline__ void load(const uint8_t* row, int t, bool in_cache) {
     if constexpr (BITS == 4) {
 #pragma unroll
       for (int i = 0; i < kWords / 2; ++i) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(row + 32 * i + 8 * t));
+        const uint2 v = load_as<uint2>(row + 32 * i + 8 * t, in_cache);
         w[2 * i] = v.x, w[2 * i + 1] = v.y;
       }
     } else if constexpr (CodeRow<BITS, D>::kLong) {
 #pragma unroll
       for (int i = 0; i < kWords / 4; ++i) {
-        const uint4 v = __ldg(reinterpret_cast<const uint4*>(row + 64 * i + 16 * t));
+        const uint4 v = load_as<uint4>(row + 64 * i + 16 * t, in_cache);
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = __ldg(reinterpret_cast<const uint32_t*>(row + 16 * i + 4 * t));
+      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint32_t>(row + 16 * i + 4 * t, in_cache);
     }
   }
   __device__ __forceinline__ uint2 fragment(int step) const {
     if constexpr (BITS == 4) {
       const uint32_t v = w[step / 2] >> (step % 2 * 8);
-      return make_uint2(from_nibbles(v), from_nibbles(v >> 4));
+      return make_uint2(from_low(v), from_high(v));
     }
     return make_uint2(from_bytes(w[step]), from_bytes(w[step] >> 8));
   }
@@ -75,39 +86,37 @@ struct Keys : CodeRow<BITS, D> {
   }
 };
 
-// Values are the rows of weights * values: a lane has four positions, and one column in each tile of eight.
+// Values are the columns of values.T * weights.T: a lane has four positions, and one row in each tile of eight.
 template <int BITS, int D>
 struct Values : CodeRow<BITS, D> {
   static constexpr int kTiles = D / 8, kTilesOfBlock = BITS == 4 ? 8 : kTiles;
   static constexpr int kOfWord = BITS == 4 ? 8 : CodeRow<BITS, D>::kLong ? 4 : 2, kWords = kTiles / kOfWord;
   uint32_t w[kWords];
 
-  __device__ __forceinline__ void load(const uint8_t* row, int g) {
+  __device__ __forceinline__ void load(const uint8_t* row, int g, bool in_cache) {
     if constexpr (BITS == 4) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = __ldg(reinterpret_cast<const uint32_t*>(row + 32 * i + 4 * g));
+      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint32_t>(row + 32 * i + 4 * g, in_cache);
     } else if constexpr (D % 128 == 0) {
 #pragma unroll
       for (int i = 0; i < kWords / 4; ++i) {
-        const uint4 v = __ldg(reinterpret_cast<const uint4*>(row + 128 * i + 16 * g));
+        const uint4 v = load_as<uint4>(row + 128 * i + 16 * g, in_cache);
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
       }
     } else if constexpr (D == 64) {
-      const uint2 v = __ldg(reinterpret_cast<const uint2*>(row + 8 * g));
+      const uint2 v = load_as<uint2>(row + 8 * g, in_cache);
       w[0] = v.x, w[1] = v.y;
     } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = __ldg(reinterpret_cast<const uint16_t*>(row + 16 * i + 2 * g));
+      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint16_t>(row + 16 * i + 2 * g, in_cache);
     }
   }
-  // The values of two rows in a tile.
+  // The values of two positions in a tile.
   __device__ static __forceinline__ uint32_t pair(const Values& a, const Values& b, int tile) {
-    const int word = tile / kOfWord, at = tile % kOfWord;
-    if constexpr (BITS == 4) {
-      const uint32_t z = __byte_perm(a.w[word], b.w[word], at < 4 ? 0x5410 : 0x7632);
-      return from_nibbles(z >> (at / 2 % 2 * 8 + (at % 2 ? 0 : 4)));
-    }
-    return from_bytes(__byte_perm(a.w[word], b.w[word], at < 2 ? 0x5410 : 0x7632) >> (at % 2 * 8));
+    const int word = tile / kOfWord, at = tile % kOfWord, byte = BITS == 4 ? at / 2 : at;
+    const uint32_t z = __byte_perm(a.w[word], b.w[word], 0x4400u + 0x1111u * byte);
+    if constexpr (BITS == 4) return at % 2 ? from_low(z) : from_high(z);
+    return from_bytes(z);
   }
   __device__ static __forceinline__ int place(int tile, int g) {
     if constexpr (BITS == 4) return tile / 8 * 64 + g * 8 + tile % 8;
@@ -116,5 +125,88 @@ struct Values : CodeRow<BITS, D> {
     return tile / 2 * 16 + g * 2 + tile % 2;
   }
 };
+
+template <int DTYPE>
+__device__ __forceinline__ float load_one(const void* p, int64_t i) {
+  if constexpr (DTYPE == kF32) return __ldg(static_cast<const float*>(p) + i);
+  const uint16_t half = __ldg(static_cast<const uint16_t*>(p) + i);
+  if constexpr (DTYPE == kBf16) return __uint_as_float(static_cast<uint32_t>(half) << 16);
+  return __half2float(__ushort_as_half(half));
+}
+
+// One warp quantizes a row, as `encode` of src/eformer/_formats/integer/codec.py does: to shared memory and, if it is this
+// block's to write, into the cache.
+template <int BITS, int D, int DTYPE>
+__device__ __forceinline__ void write_row(const void* x, int64_t from, int size, uint8_t* codes, uint8_t* scales, bool owner,
+                                          uint8_t* cache_codes, uint8_t* cache_scales) {
+  constexpr int kOfWord = 32 / BITS, kAll = D / kOfWord, kMine = ceil_div(kAll, 32), kHalf = 1 << (BITS - 1);
+  const int lane = threadIdx.x % 32;
+  float v[kMine][kOfWord];
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+#pragma unroll
+    for (int j = 0; j < kOfWord; ++j) {
+      const int at = (lane + 32 * i) * kOfWord + j;
+      v[i][j] = at < size ? load_one<DTYPE>(x, from + at) : 0.f;
+    }
+  }
+  // What shares a scale: the row, or the words of eight lanes.
+  constexpr int kApart = BITS == 4 ? kMine : 1, kLanes = BITS == 4 ? 8 : 32;
+  float scale[kApart];
+#pragma unroll
+  for (int b = 0; b < kApart; ++b) {
+    float low = 0.f, high = 0.f;
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = kApart > 1 ? b : 0; i < (kApart > 1 ? b + 1 : kMine); ++i) {
+#pragma unroll
+      for (int j = 0; j < kOfWord; ++j) {
+        low = fminf(low, v[i][j]), high = fmaxf(high, v[i][j]);
+        largest = max(largest, __float_as_uint(v[i][j]) & 0x7FFFFFFFu);
+      }
+    }
+#pragma unroll
+    for (int apart = kLanes / 2; apart; apart /= 2) {
+      low = fminf(low, __shfl_xor_sync(~0u, low, apart)), high = fmaxf(high, __shfl_xor_sync(~0u, high, apart));
+      largest = max(largest, __shfl_xor_sync(~0u, largest, apart));
+    }
+    float s = (-low >= high ? low : high) * (-1.f / kHalf);
+    if (fabsf(s) < 0x1p-126f) s = 0.f;
+    if (largest >= 0x7F800000u) s = __uint_as_float(0x7FC00000u);
+    if constexpr (BITS == 4) {
+      constexpr float kMost = 3.3895313892515355e38f;  // of bfloat16
+      const float near = s != s ? s : fminf(fmaxf(s, -kMost), kMost);
+      s = __bfloat162float(__float2bfloat16_rn(near));
+    }
+    scale[b] = s;
+  }
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const int word = lane + 32 * i;
+    if (word >= kAll) continue;
+    const float s = scale[kApart > 1 ? i : 0], by = s == 0.f ? 1.f : s;
+    uint32_t packed = 0;
+#pragma unroll
+    for (int j = 0; j < kOfWord; ++j) {
+      const float code = rintf(__fdiv_rn(v[i][j], by));
+      const int c = code != code ? 0 : static_cast<int>(fminf(fmaxf(code, -kHalf), kHalf - 1));
+      // Bytes as they are; of nibbles the first is the high one.
+      packed |= BITS == 8 ? static_cast<uint32_t>(c & 0xFF) << 8 * j : static_cast<uint32_t>(c + 8) << (8 * (j / 2) + 4 - 4 * (j % 2));
+    }
+    reinterpret_cast<uint32_t*>(codes)[word] = packed;
+    if (owner) reinterpret_cast<uint32_t*>(cache_codes)[word] = packed;
+    if (word % (BITS == 4 ? 8 : kAll) == 0) {
+      const int b = BITS == 4 ? word / 8 : 0;
+      if constexpr (BITS == 4) {
+        const uint16_t bits = static_cast<uint16_t>(__float_as_uint(s) >> 16);
+        reinterpret_cast<uint16_t*>(scales)[b] = bits;
+        if (owner) reinterpret_cast<uint16_t*>(cache_scales)[b] = bits;
+      } else {
+        *reinterpret_cast<float*>(scales) = s;
+        if (owner) *reinterpret_cast<float*>(cache_scales) = s;
+      }
+    }
+  }
+}
 
 }  // namespace eformer

@@ -1,5 +1,6 @@
 // The doors of the library: XLA FFI handlers and the version of their interface. Checks only; kernels are elsewhere.
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 
@@ -11,7 +12,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 7;
+constexpr int64_t abi_version = 8;
 // Bits of a value, by the number of the format.
 constexpr int64_t formats = 16, bits_of[formats] = {4, 8, 2, 1, 4, 4, 4, 8, 8, 8, 8, 8, 2, 3, 5, 6};
 
@@ -227,9 +228,11 @@ ffi::Error cache_rows(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t size, 
   return ffi::Error::Success();
 }
 
-ffi::Error attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer key_scale,
-                     ffi::AnyBuffer value_scale, ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::S32> index,
-                     ffi::Result<ffi::AnyBuffer> y, int64_t window, float factor, float cap) {
+// With rows to write, the results behind y are the arrays of the cache again: codes and scales, in the order of the operands.
+ffi::Error attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer new_keys, ffi::AnyBuffer new_values, ffi::AnyBuffer keys,
+                     ffi::AnyBuffer values, ffi::AnyBuffer key_scale, ffi::AnyBuffer value_scale, ffi::Buffer<ffi::S32> place,
+                     ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets written, int64_t window,
+                     float factor, float cap) {
   const auto qd = q.dimensions();
   const auto type = float_type(q), y_type = float_type(*y);
   if (qd.size() != 3 || !type || type != y_type || y->element_count() != q.element_count() || place.element_count() != 1)
@@ -244,8 +247,21 @@ ffi::Error attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer keys,
   if (k.heads >= int64_t{1} << 31) return finished(cudaErrorNotSupported);
   CacheAttention a{};
   a.q = q.untyped_data(), a.y = y->untyped_data(), a.dtype = *type;
-  a.keys = static_cast<const uint8_t*>(keys.untyped_data()), a.values = static_cast<const uint8_t*>(values.untyped_data());
-  a.key_scale = key_scale.untyped_data(), a.value_scale = value_scale.untyped_data();
+  const std::array<ffi::AnyBuffer, 4> cache{keys, values, key_scale, value_scale};
+  if (written.size() != 0) {
+    for (const ffi::AnyBuffer& rows : {new_keys, new_values}) {
+      if (float_type(rows) != type || static_cast<int64_t>(rows.element_count()) != qd[0] * qd[2])
+        return invalid("the rows to write do not fit q.");
+    }
+    a.new_keys = new_keys.untyped_data(), a.new_values = new_values.untyped_data();
+    for (size_t i = 0; i < 4; ++i) {
+      auto again = written.get<ffi::AnyBuffer>(i);
+      if (written.size() != 4 || !again.has_value() || (*again)->untyped_data() != cache[i].untyped_data())
+        return invalid("rows are written in place, and a result is not its operand.");
+    }
+  }
+  const auto bytes = [&](int i) { return static_cast<uint8_t*>(cache[i].untyped_data()); };
+  a.keys = bytes(0), a.values = bytes(1), a.key_scale = bytes(2), a.value_scale = bytes(3);
   a.key_bits = k.bits, a.value_bits = v.bits, a.place = place.typed_data();
   const auto heads = static_cast<int32_t>(qd[0]);
   a.stack = {stacked ? index.typed_data() : nullptr, static_cast<int32_t>(k.heads / qd[0]), heads};
@@ -357,9 +373,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaAttention, attention,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("factor")
                                   .Attr<float>("cap"),

@@ -102,10 +102,10 @@ struct CacheAttention {
   const void* q;  // (heads, group, size)
   void* y;
   int dtype;
-  const uint8_t *keys, *values;
-  const void *key_scale, *value_scale;
+  const void *new_keys, *new_values;  // (heads, size): the token's own rows, which are written at its place; or null
+  uint8_t *keys, *values, *key_scale, *value_scale;
   int key_bits, value_bits;
-  const int32_t* place;  // the last position that is seen
+  const int32_t* place;  // the token's own, the last one that is seen
   Stack stack;
   int group, size, padded, positions;
   int window;  // 0: none

@@ -76,3 +76,46 @@ def error(
         want = exact(q.astype(jnp.float32), *dense, place, **how)
         worst = max(worst, float(np.abs(np.asarray(found, np.float64) - want).max() / np.abs(want).max()))
     return worst
+
+
+def check_written(
+    key: jax.Array,
+    kinds: tuple[str, str] | None,
+    layers: int | None,
+    place: int,
+    *,
+    size: int = 64,
+    group: int = 4,
+    heads: int = 3,
+    positions: int = 50,
+    dtype: Any = jnp.float32,
+    tolerance: float = 1e-5,
+    kernel: str = "",
+) -> None:
+    """Rows that are written on the way are those that `at[...].set` writes, bit for bit, and what is seen is, too."""
+    lead, index = ((), ()) if layers is None else ((layers,), (jnp.asarray(layers - 1),))
+    shape = (*lead, 2, heads, positions, size)
+    both = (
+        [jax.random.normal(k, shape, dtype) for k in jax.random.split(key)]
+        if kinds is None
+        else caches(key, kinds, shape)
+    )
+    q, *new = (
+        jax.random.normal(k, (2, heads, n, size)).astype(dtype)
+        for k, n in zip(jax.random.split(key, 3), (group, 1, 1), strict=True)
+    )
+    # An exact zero, and a row of zeros, whose scale is 0.
+    new = [row[:, :, 0].at[0, 0].set(0).at[1, 1, 3].set(0) for row in new]
+    run = jax.jit(lambda *given: attended(*given[:-1], new=given[-1], factor=0.125))
+    if kinds is not None:
+        assert f"cache_attention: {kernel}" in str(ef.explain(run)(q, *both, place, *index, new))
+    found, *filled = run(q, *both, jnp.asarray(place), *index, new)
+    at = (*(int(i) for i in index), slice(None), slice(None), min(place, positions - 1))
+    # On a CPU: other platforms may divide less exactly.
+    given = jax.device_put((both, new), jax.local_devices(backend="cpu")[0])
+    wanted = [part.at[at].set(row) for part, row in zip(*given, strict=True)]
+    for part, want in zip(jax.tree.leaves(filled), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(part), np.asarray(want))
+    seen = attended(q, *filled, place, *index, factor=0.125)
+    largest = float(jnp.abs(seen).max())
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(seen, np.float32), atol=tolerance * largest)

@@ -17,7 +17,7 @@ from eformer._kernels.cuda import _attention as cuda_attention
 from eformer._kernels.cuda import tuning
 from eformer.errors import QuantizedGradientError
 
-from .attention_cases import CACHES, attended, caches, error, exact
+from .attention_cases import CACHES, attended, caches, check_written, error, exact
 
 HOW = {"factor": 0.125}
 # Values next to keys of int8.
@@ -117,21 +117,55 @@ def problem(**changes: Any) -> Attention:
     return Attention(form="attention", out_dtype=fields.get("x_dtype", f32), **fields)
 
 
-def test_int8_is_for_the_kernel_in_stacks_alone_and_int4_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    every_four = {**FOUR_BITS, "fmt": "int4", "block": 64, "scale_dtype": np.dtype(jnp.bfloat16)}
-    refused = "XLA's products are as quick for an int8 cache that is not in a stack"
+def test_it_needs_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability in ("9.0", "10.0", "8.9"):
         monkeypatch.setattr(tuning, "capability", lambda here=capability: here)
-        found = {
-            (name, stacked): cuda_attention.refuses(problem(platform="cuda", stacked=stacked, **kinds))
-            for name, kinds in {"int8": {}, "int8+int4": FOUR_BITS, "int4": every_four}.items()
-            for stacked in (False, True)
-        }
-        if capability == "8.9":
-            assert all("compute capability 8.9" in str(why) for why in found.values())
-        else:
-            assert found.pop(("int8", False)) == refused
-            assert set(found.values()) == {None}
+        why = cuda_attention.refuses(problem(platform="cuda"))
+        assert "compute capability 8.9" in str(why) if capability == "8.9" else why is None
+
+
+@pytest.mark.parametrize("kinds", [*CACHES, None], ids=str)
+@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize("place", [0, 30, 49, 70])
+def test_rows_are_written_first(key, kinds: tuple[str, str] | None, layers: int | None, place: int) -> None:
+    check_written(key, kinds, layers, place)
+
+
+def test_what_is_written_is_mapped_and_split_over_devices(key) -> None:
+    q, keys, values = operands(key)
+    new = tuple(jax.random.normal(key, (2, 2, 3, 64)))
+    write = lambda q, keys, values, new, place: attended(q, keys, values, place, new=new, **HOW)  # noqa: E731
+    want = write(q, keys, values, new, 30)
+    each = jax.vmap(lambda q, *given: write(*(jax.tree.map(lambda a: a[None], part) for part in (q, *given)), 30))
+    for found, wanted in zip(jax.tree.leaves(each(q, keys, values, new)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(found[:, 0], wanted, atol=1e-5)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("texts",))
+    split = jax.device_put((q, keys, values, new), NamedSharding(mesh, PartitionSpec("texts")))
+    for found, wanted in zip(jax.tree.leaves(jax.jit(write)(*split, 30)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    typed = jax.make_mesh((2,), ("texts",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(typed):
+        split = jax.device_put((q, keys, values, new), NamedSharding(typed, PartitionSpec("texts")))
+        found = jax.jit(write)(*split, 30)
+        assert jax.typeof(found[0]).sharding.spec[0] == "texts"
+        np.testing.assert_allclose(found[0], want[0], atol=1e-5)
+
+
+def test_derivatives_of_what_is_written(key) -> None:
+    q, keys, values = operands(key)
+    new = tuple(jax.random.normal(key, (2, 2, 3, 64)))
+
+    def norm(q: Any, keys: Any, values: Any, new: Any) -> Any:
+        return (attended(q, keys, values, 30, new=new, **HOW)[0] ** 2).sum()
+
+    written = [part.at[:, :, 30].set(row) for part, row in zip((keys, values), new, strict=True)]
+    want = jax.grad(lambda q: (attended(q, *written, 30, **HOW) ** 2).sum())(q)
+    np.testing.assert_allclose(jax.grad(norm)(q, keys, values, new), want, rtol=1e-4, atol=1e-6)
+    with pytest.raises(QuantizedGradientError):
+        jax.grad(norm, argnums=3)(q, keys, values, new)
+    dense = [part.materialize() for part in (keys, values)]
+    found = jax.grad(norm, argnums=3)(q, *dense, new)
+    assert all(jnp.abs(part).max() > 0 for part in found)
 
 
 def test_sizes_of_heads_that_are_padded() -> None:

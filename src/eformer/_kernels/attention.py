@@ -1,15 +1,17 @@
 """Attention of one new token over the keys and values of a text so far, dense or quantized.
 
+    keys[place], values[place] = new     the token's own rows, where they are given
     scores = q @ keys.T * scale          capped, if there is a cap
     y      = softmax(scores) @ values    over the positions up to `place`, within the window
 
 q is (batch, heads, group, size), keys and values are (batch, heads, positions, size), or stacks of such with an index.
-An operation of its own, since one kernel can do all of it, and read an entry of a stack where it lies.
+An operation of its own, since one kernel can do all of it, and read and write an entry of a stack where it lies.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from eformer._jax import primitives
+from eformer._jax import avals, primitives
+from eformer.errors import QuantizedGradientError
 
 from . import cuda
 from .matmul import qmatmul
-from .operation import Operation
+from .operation import NO_GRADIENT, Operation
 from .parameters import Problem
 from .select import Candidate, anything
 
@@ -42,16 +45,19 @@ class Attention(Problem):
     cap: float | None = None
     window: int | None = None
     stacked: bool = False
+    written: bool = False
+    encode: tuple[Callable[[Any], Any], ...] = ()  # rows of keys, and of values, as codes and scales
 
     def __str__(self) -> str:
         heads, kinds = " × ".join(map(str, self.batch)), dict.fromkeys((self.fmt, self.values))
         return f"{heads} × {self.m} queries of {self.x_dtype}, {' and '.join(kinds)} cache of {self.rows} × {self.cols}"
 
-    def parts(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """q, keys, values, place, index or None, scales or two times None."""
+    def parts(self, operands: tuple[Any, ...]) -> tuple[Any, Any, Any, Any, Any]:
+        """q, rows to write or (), place, index or None; then keys, values and, unless they are dense, their scales."""
         q, keys, values, place, *rest = operands
         index = rest.pop(0) if self.stacked else None
-        return q, keys, values, place, index, *(rest or (None, None))
+        new = (rest.pop(0), rest.pop(0)) if self.written else ()
+        return q, new, place, index, [keys, values, *rest]
 
 
 def attend(
@@ -61,39 +67,55 @@ def attend(
     place: Any,
     index: Any = None,
     *,
+    new: Any = None,
     factor: float,
     cap: float | None = None,
     window: int | None = None,
-) -> jax.Array:
+) -> Any:
     """What `place`, the last position so far, sees; of entry `index`, where keys and values are stacks.
 
-    Under `implicit`, caches of quantized rows are read as they are.
+    With `new`, rows of keys and values (batch, heads, size), these are written at `place` first, and the result is
+    what it sees, keys and values. Under `implicit`, caches of quantized rows are read and written as they are.
 
     >>> keys = jnp.zeros((1, 1, 4, 2))
     >>> values = jnp.arange(8.0).reshape(1, 1, 4, 2)
     >>> attend(jnp.ones((1, 1, 1, 2)), keys, values, 1, factor=1.0)
     Array([[[[1., 2.]]]], dtype=float32)
     """
+    place, number = jnp.asarray(place, jnp.int32), [] if index is None else [jnp.asarray(index, jnp.int32)]
     how = {"factor": float(factor), "cap": cap, "window": window, "stacked": index is not None}
+    how["written"] = new is not None
     parameters = Attention(DENSE, "attention", q.shape[-1], None, np.dtype(q.dtype), **how)
-    given = [jnp.asarray(place, jnp.int32), *([] if index is None else [jnp.asarray(index, jnp.int32)])]
-    return ATTENTION.bind(parameters, q, keys, values, *given, announced=True)
+    operands = (q, keys, values, place, *number, *(row.astype(q.dtype) for row in new or ()))
+    # On a mesh of explicit axes every result would need a sharding of its own: there it is what it stands for.
+    typed = avals.typed_by_a_mesh(q)
+    found = in_products(parameters, *operands) if typed else ATTENTION.bind(parameters, *operands, announced=True)
+    return found[0] if new is None else tuple(found)
 
 
-def attend_quantized(parameters: Attention, operands: Any, formats: Any, blocks: Any, scales: Any) -> jax.Array:
+def attend_quantized(
+    parameters: Attention, operands: Any, formats: Any, blocks: Any, scales: Any, encode: Any
+) -> list[Any]:
     """As `attend` on the operands of the primitive, with the codes of keys and values in their places.
 
     Codes come as caches store them, with an axis of blocks: a view of an array that a loop has just written into would
-    be a copy of it.
+    be a copy of it. Scales follow the other results, where rows are written.
     """
     (fmt, values), (block, values_block) = formats, blocks
     how = {"fmt": fmt, "values": values, "block": block, "values_block": values_block}
+    how["encode"] = tuple(encode) if parameters.written else ()
     return ATTENTION.bind(dataclasses.replace(parameters, **how), *operands, *scales)
 
 
+def _results(parameters: Attention, *operands: Any) -> list[tuple[Any, Any]]:
+    q, _, _, _, cache = parameters.parts(operands)
+    cache = cache if parameters.written else []
+    return [(q.shape, parameters.out_dtype), *((part.shape, part.dtype) for part in cache)]
+
+
 def _problem(parameters: Attention, platform: str, *operands: Any) -> Attention:
-    q, keys, _, _, _, *scales = parameters.parts(operands)
-    dtypes = [None if scale is None else np.dtype(scale.dtype) for scale in scales]
+    q, _, _, _, (keys, _, *scales) = parameters.parts(operands)
+    dtypes = [np.dtype(scale.dtype) for scale in scales] or [None, None]
     return dataclasses.replace(
         parameters,
         platform=platform,
@@ -106,10 +128,19 @@ def _problem(parameters: Attention, platform: str, *operands: Any) -> Attention:
     )
 
 
-def in_products(problem: Attention, *operands: Any) -> jax.Array:
-    """The readable twin: two products and a softmax between them."""
-    q, keys, values, place, index, *scales = problem.parts(operands)
-    scores = _multiply(problem.fmt, problem.block, "dot", q, keys, scales[0], index) * problem.factor
+def in_products(problem: Attention, *operands: Any) -> list[Any]:
+    """The readable twin: rows are put in their place, then two products and a softmax between them."""
+    q, new, place, index, cache = problem.parts(operands)
+    number = [] if index is None else [index]
+    if new:
+        rows = [row[..., None, :] for row in new]
+        if problem.encode:  # codes of both, then scales of both, as in the cache
+            stored = (encode(row) for encode, row in zip(problem.encode, rows, strict=True))
+            rows = [part for parts in zip(*stored, strict=True) for part in parts]
+        cache = [_put(old, row, place, number) for old, row in zip(cache, rows, strict=True)]
+    keys, values, *scales = cache
+    key_scale, value_scale = scales or (None, None)
+    scores = _multiply(problem.fmt, problem.block, "dot", q, keys, key_scale, index) * problem.factor
     if problem.cap is not None:
         scores = jnp.tanh(scores / problem.cap) * problem.cap
     positions = jnp.arange(keys.shape[2 + problem.stacked])
@@ -118,7 +149,16 @@ def in_products(problem: Attention, *operands: Any) -> jax.Array:
         seen &= positions > place - problem.window
     scores = jnp.where(seen, scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), -jnp.inf)
     odds = jax.nn.softmax(scores).astype(q.dtype)
-    return _multiply(problem.values, problem.values_block, "axpy", odds, values, scales[1], index, problem.cols)
+    y = _multiply(problem.values, problem.values_block, "axpy", odds, values, value_scale, index, problem.cols)
+    return [y, *(cache if new else [])]
+
+
+def _put(old: Any, row: Any, place: Any, number: list[Any]) -> Any:
+    """Rows (batch, heads, 1, ...) of all heads at a place of the cache, or of an entry of a stack of caches."""
+    row = row.astype(old.dtype).reshape(*[1] * len(number), *row.shape)
+    zero = jnp.zeros((), jnp.int32)
+    behind = old.ndim - len(number) - 3
+    return lax.dynamic_update_slice(old, row, [*number, zero, zero, place, *[zero] * behind])
 
 
 def _multiply(
@@ -136,33 +176,36 @@ def _multiply(
 
 def _jvp(primals: Any, tangents: Any, *, parameters: Attention) -> tuple[Any, Any]:
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, primitives.ad.Zero)]
-
-    def along(*operands: Any) -> jax.Array:
-        given = dict(zip(moving, operands, strict=True))
-        return in_products(parameters, *(given.get(i, primal) for i, primal in enumerate(primals)))
-
-    return jax.jvp(along, [primals[i] for i in moving], [tangents[i] for i in moving])
+    _, new, *_ = parameters.parts(tangents)
+    if parameters.encode and not all(isinstance(tangent, primitives.ad.Zero) for tangent in new):
+        raise QuantizedGradientError(NO_GRADIENT.format(what="rows", fmt=parameters.fmt))
+    return jax.jvp(_along(parameters, primals, moving), [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _series(primals: Any, series: Any, *, parameters: Attention) -> tuple[Any, Any]:
     moving = [i for i, primal in enumerate(primals) if jnp.issubdtype(primal.dtype, jnp.inexact)]
-
-    def along(*operands: Any) -> jax.Array:
-        given = dict(zip(moving, operands, strict=True))
-        return in_products(parameters, *(given.get(i, primal) for i, primal in enumerate(primals)))
-
+    along = _along(parameters, primals, moving)
     return primitives.jet.jet(along, [primals[i] for i in moving], [series[i] for i in moving])
 
 
-def _batch(bind: Any, parameters: Attention, operands: Any, dims: Any) -> tuple[Any, int]:
+def _along(parameters: Attention, primals: Any, moving: list[int]) -> Callable[..., list[Any]]:
+    def along(*operands: Any) -> list[Any]:
+        given = dict(zip(moving, operands, strict=True))
+        return in_products(parameters, *(given.get(i, primal) for i, primal in enumerate(primals)))
+
+    return along
+
+
+def _batch(bind: Any, parameters: Attention, operands: Any, dims: Any) -> tuple[Any, Any]:
     del bind
-    return jax.vmap(lambda *each: in_products(parameters, *each), in_axes=tuple(dims))(*operands), 0
+    found = jax.vmap(lambda *each: in_products(parameters, *each), in_axes=tuple(dims))(*operands)
+    return found, [0] * len(found)
 
 
 ATTENTION = Operation(
     "cache_attention",
     ("q", "keys", "values", "place"),
-    result=lambda parameters, q, *rest: [(q.shape, parameters.out_dtype)],
+    result=_results,
     problem=_problem,
     candidates=(
         Candidate("native_cuda", "native", cuda.refuses_attention, cuda.attention),
@@ -170,7 +213,7 @@ ATTENTION = Operation(
     ),
     batch=_batch,
     split=lambda operation, problem, *operands: in_products(problem, *operands),
-    sharded_like=lambda parameters, q, *rest: [(q, axis) for axis in range(4)],
     derivative=_jvp,
+    multiple_results=True,
 )
 primitives.define_series(ATTENTION.primitive, _series)

@@ -182,12 +182,22 @@ def _register(library: Library, handle: Any) -> None:
 Result = tuple[tuple[int, ...], Any]  # shape and dtype
 
 
-def call(library: Library, name: str, results: Sequence[Result], operands: Sequence[Any], **attributes: float) -> Any:
-    """The results of a target. A scale that is None is handed over as an array without elements."""
+def call(
+    library: Library,
+    name: str,
+    results: Sequence[Result],
+    operands: Sequence[Any],
+    in_place: dict[int, int] | None = None,
+    **attributes: float,
+) -> Any:
+    """The results of a target. A scale that is None is handed over as an array without elements.
+
+    `in_place` says which operand becomes which result.
+    """
     load(library)  # registers the targets, if that was not done when the kernels were chosen
     avals = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
     given = [jnp.zeros((0,), jnp.float32) if operand is None else operand for operand in operands]
-    target = jax.ffi.ffi_call(f"eformer_{library.backend}_{name}", avals)
+    target = jax.ffi.ffi_call(f"eformer_{library.backend}_{name}", avals, input_output_aliases=in_place)
     kinds = {int: np.int64, float: np.float32}
     return target(*given, **{name: kinds.get(type(value), np.int64)(value) for name, value in attributes.items()})
 

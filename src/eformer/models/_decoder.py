@@ -266,6 +266,12 @@ def _attention(
         q, keys = (_rotate(part, places, rope, config.rope_halves) for part in (q, keys))
     there, scale = places, config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     keys, values = (jnp.swapaxes(part, 1, 2) for part in (keys, values))  # (batch, heads, time, size)
+    if cache is not None and x.shape[1] == 1:
+        q = q.reshape(x.shape[0], config.kv_heads, -1, config.head_size)
+        how = {"factor": scale, "cap": config.attention_cap, "window": window}
+        new = (keys[:, :, 0], values[:, :, 0])
+        mixed, *cache = attend(q, cache[0], cache[1], places[0], number, new=new, **how)
+        return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), tuple(cache)
     if cache is not None:
         begin = (0, 0, places[0], 0)
         if number is None:
@@ -274,11 +280,6 @@ def _attention(
             cache = tuple(
                 _put(old, new[None], (number, *begin)) for old, new in zip(cache, (keys, values), strict=True)
             )
-        if x.shape[1] == 1:
-            q = q.reshape(x.shape[0], config.kv_heads, -1, config.head_size)
-            how = {"factor": scale, "cap": config.attention_cap, "window": window}
-            mixed = attend(q, cache[0], cache[1], places[0], number, **how)
-            return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), cache
         keys, values = cache if number is None else (part[number] for part in cache)
         keys, values, there = keys.astype(x.dtype), values.astype(x.dtype), jnp.arange(keys.shape[2])
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups

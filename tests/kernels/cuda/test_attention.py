@@ -10,7 +10,7 @@ import pytest
 
 import eformer as ef
 
-from ..attention_cases import CACHES, attended, caches, error
+from ..attention_cases import CACHES, attended, caches, check_written, error
 
 pytestmark = pytest.mark.gpu
 # Relative to the largest value: weights are sums of two bfloat16, or one.
@@ -36,11 +36,25 @@ MIXED = ("int8", "int4")
 def test_it_is_as_exact_as_the_dtype(key, kinds: tuple[str, str], options: dict[str, Any], dtype: str) -> None:
     if kinds == MIXED and options["size"] == 80:
         pytest.skip("left to XLA's products, whose float32 is TF32")
-    how = {"layers": 1, **options} if kinds == ("int8", "int8") else options  # which it takes out of stacks
-    assert error(key, kinds, dtype=jnp.dtype(dtype), kernel="native_cuda", **how) < LIMITS[dtype]
+    assert error(key, kinds, dtype=jnp.dtype(dtype), kernel="native_cuda", **options) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize(("kinds", "size"), [(("int8", "int8"), 64), (MIXED, 80)], ids=str)
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("kinds", CACHES, ids=str)
+@pytest.mark.parametrize(("size", "group", "heads"), [(64, 3, 2), (128, 4, 8), (256, 2, 40)])
+def test_rows_are_written_in_place(key, kinds: tuple[str, str], size: int, group: int, heads: int, dtype: str) -> None:
+    how: dict[str, Any] = {
+        "size": size,
+        "group": group,
+        "heads": heads,
+        "dtype": jnp.dtype(dtype),
+        "kernel": "native_cuda",
+    }
+    for layers, positions, place in ((None, 50, 31), (3, 300, 299), (2, 1000, 2000), (None, 700, 0)):
+        check_written(key, kinds, layers, place, positions=positions, tolerance=LIMITS[dtype], **how)
+
+
+@pytest.mark.parametrize(("kinds", "size"), [(MIXED, 80)], ids=str)
 def test_what_is_left_to_products(key, kinds: tuple[str, str], size: int) -> None:
     q, both = jnp.ones((2, 3, 4, size), jnp.bfloat16), caches(key, kinds, (2, 3, 50, size))
     assert "cache_attention: products" in str(ef.explain(lambda *given: attended(*given, factor=1.0))(q, *both, 30))

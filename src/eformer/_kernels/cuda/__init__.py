@@ -36,7 +36,7 @@ LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=7,
+    abi=8,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
@@ -44,8 +44,8 @@ LIBRARY = library_of(
         "ragged": "EformerCudaRagged",
         "gather": "EformerCudaQgather",
         "dequant": "EformerCudaDequant",
+        "attention": "EformerCudaAttention",
     },
-    later={"attention": "EformerCudaAttention"},
 )
 
 
@@ -93,10 +93,7 @@ def refuses_gather(problem: Problem) -> str | None:
 
 
 def refuses_attention(problem: Any) -> str | None:
-    why = _attention.refuses(problem) or refuses_machine(problem.platform)
-    if why or LIBRARY.has(loaded().handle, "attention"):
-        return why
-    return "the library was built before there was a kernel for this"
+    return _attention.refuses(problem) or refuses_machine(problem.platform)
 
 
 def refuses_machine(platform: str) -> str | None:
@@ -320,11 +317,14 @@ def qgather(
     return rows
 
 
-def attention(problem: Any, *operands: jax.Array) -> jax.Array:
-    """One token over a quantized cache; with an index, over that entry of stacks."""
-    q, keys, values, place, index, *scales = problem.parts(operands)
+def attention(problem: Any, *operands: jax.Array) -> list[jax.Array]:
+    """One token over a quantized cache, into which its own rows are written; with an index, that entry of stacks."""
+    q, new, place, index, cache = problem.parts(operands)
     flat = q.reshape(math.prod(problem.batch), problem.m, problem.cols)
-    given = (flat, keys, values, *scales, place.reshape(1), _number(index))
+    rows = new or (jnp.zeros((0,), q.dtype),) * 2
+    given = (flat, *rows, *cache, place.reshape(1), _number(index))
+    results = [(flat.shape, problem.out_dtype), *((part.shape, part.dtype) for part in cache if new)]
     how = {"window": problem.window or 0, "factor": problem.factor, "cap": problem.cap or 0.0}
-    (y,) = call(LIBRARY, "attention", [(flat.shape, problem.out_dtype)], given, **how)
-    return y.reshape(q.shape)
+    in_place = {3 + i: 1 + i for i in range(len(cache))} if new else None
+    y, *written = call(LIBRARY, "attention", results, given, in_place, **how)
+    return [y.reshape(q.shape), *written]

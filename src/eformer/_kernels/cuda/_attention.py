@@ -46,8 +46,6 @@ def refuses(problem: Any) -> str | None:
     here = tuning.capability()
     if int(here.partition(".")[0] or 0) < OLDEST:
         return f"compute capability {here}; it needs clusters of blocks, which there are from {OLDEST}.0 on"
-    if not problem.stacked and kinds not in tuning.ATTENDED:
-        return f"XLA's products are as quick for an {problem.fmt} cache that is not in a stack"
     return None
 
 

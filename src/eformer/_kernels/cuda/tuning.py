@@ -58,10 +58,6 @@ TABLE: Mapping[str, Generation] = MappingProxyType(
     }
 )
 DEFAULT = "9.0"
-# Keys and values over which the kernel of csrc/cuda/attention.cu attends faster than XLA's two products, wherever they
-# are. Others it takes out of stacks alone, where XLA copies a layer's cache before it multiplies.
-ATTENDED = (("int8", "int4"), ("int4", "int4"))
-
 MOST_TILES = 8
 
 
