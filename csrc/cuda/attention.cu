@@ -1,4 +1,6 @@
 // Which attention kernel takes a cache, and how many blocks share a head.
+#include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "attention.cuh"
@@ -10,22 +12,35 @@ namespace {
 
 template <int KBITS, int VBITS, int D, int DTYPE, int TILES>
 cudaError_t launch(cudaStream_t stream, CacheAttention a, const Device& device) {
-  constexpr int kBytes = sizeof(AttentionMemory<KBITS, VBITS, D, DTYPE, TILES>), kFill = 4;
+  constexpr int kBytes = sizeof(AttentionMemory<D, TILES>);
   auto* kernel = &attention_kernel<KBITS, VBITS, D, DTYPE, TILES>;
   static std::atomic<uint64_t> allowed{0};
   if (cudaError_t e = allow_shared(kernel, device, kBytes, &allowed)) return e;
-  // As many blocks as fill the device, of some tiles for every warp.
-  a.splits = 1;
-  while (device.major >= 9 && a.splits < kMostSplits && 2 * int64_t{a.stack.count} * a.splits <= kFill * device.multiprocessors &&
-         a.positions > a.splits * kTokens * kAttentionWarps)
-    a.splits *= 2;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(a.stack.count * a.splits)), config.blockDim = dim3(kAttentionThreads);
-  config.dynamicSmemBytes = kBytes, config.stream = stream;
+  config.blockDim = dim3(kAttentionThreads), config.dynamicSmemBytes = kBytes, config.stream = stream;
   cudaLaunchAttribute cluster[1];
   cluster[0].id = cudaLaunchAttributeClusterDimension;
-  cluster[0].val.clusterDim.x = static_cast<unsigned>(a.splits), cluster[0].val.clusterDim.y = 1, cluster[0].val.clusterDim.z = 1;
-  config.attrs = cluster, config.numAttrs = a.splits > 1 ? 1 : 0;
+  cluster[0].val.clusterDim.y = cluster[0].val.clusterDim.z = 1;
+  config.attrs = cluster;
+  const auto cut = [&](int splits) {
+    a.splits = splits, cluster[0].val.clusterDim.x = static_cast<unsigned>(splits), config.numAttrs = splits > 1 ? 1 : 0;
+    config.gridDim = dim3(static_cast<unsigned>(a.stack.count * splits));
+  };
+  // Blocks that share a head: as many as run at once, of some tiles for every warp. How many clusters run at once depends on
+  // how multiprocessors are grouped, and is asked once.
+  static std::array<std::atomic<int>, kMostSplits + 1> at_once{};
+  const int enough = ceil_div(a.positions, kTokens * kAttentionWarps);
+  int splits = device.major >= 9 ? std::min(kMostSplits, enough) : 1;
+  for (; splits > 1; --splits) {
+    cut(splits);
+    int most = at_once[splits].load();
+    if (most == 0) {
+      if (cudaError_t e = cudaOccupancyMaxActiveClusters(&most, kernel, &config)) return e;
+      at_once[splits].store(most = std::max(most, 1));
+    }
+    if (a.stack.count <= most) break;
+  }
+  cut(splits);
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 

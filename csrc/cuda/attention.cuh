@@ -38,8 +38,13 @@ __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   return r;
 }
 
+__device__ __forceinline__ float power_of_two(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 // Relative to a largest score: what was relative to another.
-__device__ __forceinline__ float rescaled(float from, float to) { return from == -INFINITY ? 0.f : exp2f(from - to); }
+__device__ __forceinline__ float rescaled(float from, float to) { return from == -INFINITY ? 0.f : power_of_two(from - to); }
 // The power of two above a magnitude, and its inverse.
 __device__ __forceinline__ float limit_of(float v) {
   return __uint_as_float(min((__float_as_uint(v) & 0x7F800000u) + 0x00800000u, 0x7E000000u));
@@ -52,20 +57,26 @@ __device__ __forceinline__ float largest_of_rows(float v) {
   return v;
 }
 
-// What the parts of a sum have found, warps of a block or blocks of a cluster: the largest score and the total of every
-// query, and a limit each.
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
+
+// What a part of a sum, a warp or a block, has found of every query: the largest score and the total; and its limit. Queries
+// are in the order of the lanes that have them: those with an even number of a tile of eight first.
 template <int QUERIES>
 struct Found {
   float most[QUERIES], total[QUERIES], limit;
 };
 
-template <int KBITS, int VBITS, int D, int DTYPE, int TILES>
+template <int D, int TILES>
 struct AttentionMemory {
-  static constexpr int kQueries = 8 * TILES, kRow = D + 4, kSums = TILES * (D / 16) * 4 * 32;
-  float q[kQueries][kRow];
-  float sums[kAttentionWarps][kSums];
-  Found<kQueries> warps[kAttentionWarps], block, blocks[kMostSplits];
-  float factors[kMostSplits][kQueries];
+  static constexpr int kQueries = 8 * TILES, kSums = TILES * (D / 16) * 4 * 32;
+  alignas(16) float sums[kAttentionWarps][kSums];
+  alignas(16) float factors[kMostSplits][kQueries];
+  Found<kQueries> warps[kAttentionWarps], block;
   alignas(16) uint8_t codes[2][D];
   alignas(16) uint8_t scales[2][16];
 };
@@ -76,13 +87,36 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
     attention_kernel(const __grid_constant__ CacheAttention a) {
   using K = Keys<KBITS, D>;
   using V = Values<VBITS, D>;
-  using Memory = AttentionMemory<KBITS, VBITS, D, DTYPE, TILES>;
+  using Memory = AttentionMemory<D, TILES>;
   constexpr int kTerms = DTYPE == kF32 ? 2 : 1, kOuts = D / 16, kKeyScale = K::kBlocks * K::kScaleBytes,
                 kValueScale = V::kBlocks * V::kScaleBytes;
   extern __shared__ __align__(16) uint8_t shared[];
   Memory& m = *reinterpret_cast<Memory*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = static_cast<int>(blockIdx.x % a.splits), head = static_cast<int>(blockIdx.x / a.splits);
+  // What does not need the place is asked for before it: query g of every tile, in pieces as lanes have of keys.
+  float given[TILES][D / 4];
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const int query = 8 * n + g;
+    const int64_t from = (static_cast<int64_t>(head) * a.group + query) * a.size;
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      const int at = K::piece_at(i * 4 / K::kPiece, t) + i * 4 % K::kPiece;
+      if (a.size == D && query < a.group) {
+        load_four<DTYPE>(a.q, from + at, given[n], 4 * i);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          given[n][4 * i + j] = query < a.group && at + j < a.size ? load_one<DTYPE>(a.q, from + at + j) : 0.f;
+      }
+    }
+  }
+  NewRow<KBITS, D, DTYPE> new_key;
+  NewRow<VBITS, D, DTYPE> new_value;
+  if (a.new_keys && warp == 0) new_key.load(a.new_keys, static_cast<int64_t>(head) * a.size, a.size);
+  if (a.new_keys && warp == 1) new_value.load(a.new_values, static_cast<int64_t>(head) * a.size, a.size);
+
   const int place = __ldg(a.place), last = min(place, a.positions - 1), first = a.window ? max(place + 1 - a.window, 0) : 0;
   const int count = max(last + 1 - first, 0), share = ceil_div(ceil_div(count, a.splits), kTokens) * kTokens;
   const int begin = first + rank * share, end = min(begin + share, last + 1);
@@ -92,67 +126,61 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
   // As an index of lax.dynamic_update_slice: from the end where it is negative, then what there is.
   const int written = a.new_keys ? clamp_to(place < 0 ? place + a.positions : place, a.positions - 1) : -1;
 
-  {
-    const int of_group = a.group * a.size;
-    for (int i = threadIdx.x; i < Memory::kQueries * D; i += kAttentionThreads) {
-      const int query = i / D, at = i % D;
-      const int from = query * a.size + at;
-      m.q[query][at] = at < a.size && from < of_group ? load_one<DTYPE>(a.q, static_cast<int64_t>(head) * of_group + from) : 0.f;
-    }
-    const bool owner = (begin <= written && written < end) || (count == 0 && rank == 0);
-    const int64_t from = static_cast<int64_t>(head) * a.size;
-    if (written >= 0 && warp == 0)
-      write_row<KBITS, D, DTYPE>(a.new_keys, from, a.size, m.codes[0], m.scales[0], owner,
-                                 keys_at + static_cast<int64_t>(written) * K::kBytes, key_scales + static_cast<int64_t>(written) * kKeyScale);
-    if (written >= 0 && warp == 1)
-      write_row<VBITS, D, DTYPE>(a.new_values, from, a.size, m.codes[1], m.scales[1], owner,
-                                 values_at + static_cast<int64_t>(written) * V::kBytes,
-                                 value_scales + static_cast<int64_t>(written) * kValueScale);
-  }
-  __syncthreads();
-
   K keys[2];
   V values[4];
   float key_scale[2][K::kBlocks], value_scale[2][V::kBlocks];
   // Places that do not exist are read as the last one, and masked.
-  const auto load_keys = [&](int tile) {
-    const bool cached = written < tile || written >= tile + kTokens;
+  const auto has_new = [&](int tile) { return written >= tile && written < tile + kTokens; };
+  const auto load_keys_of = [&](int tile, auto cached) {
+    constexpr bool kCached = decltype(cached)::value;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int64_t at = min(tile + 8 * j + g, end - 1);
-      const bool here = cached || at != written;
-      keys[j].load(here ? keys_at + at * K::kBytes : m.codes[0], t, cached);
+      const bool here = kCached || at != written;
+      keys[j].template load<kCached>(here ? keys_at + at * K::kBytes : m.codes[0], t);
       const uint8_t* const scale = here ? key_scales + at * kKeyScale : m.scales[0];
 #pragma unroll
-      for (int b = 0; b < K::kBlocks; ++b) key_scale[j][b] = load_scale<KBITS>(scale + b * K::kScaleBytes, cached);
+      for (int b = 0; b < K::kBlocks; ++b) key_scale[j][b] = load_scale<KBITS, kCached>(scale + b * K::kScaleBytes);
     }
   };
-  const auto load_values = [&](int tile) {
-    const bool cached = written < tile || written >= tile + kTokens;
+  const auto load_values_of = [&](int tile, auto cached) {
+    constexpr bool kCached = decltype(cached)::value;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int64_t at = min(tile + 8 * (j / 2) + 2 * t + j % 2, end - 1);
-      values[j].load(cached || at != written ? values_at + at * V::kBytes : m.codes[1], g, cached);
+      values[j].template load<kCached>(kCached || at != written ? values_at + at * V::kBytes : m.codes[1], g);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int64_t at = min(tile + 8 * j + g, end - 1);
-      const uint8_t* const scale = cached || at != written ? value_scales + at * kValueScale : m.scales[1];
+      const uint8_t* const scale = kCached || at != written ? value_scales + at * kValueScale : m.scales[1];
 #pragma unroll
-      for (int b = 0; b < V::kBlocks; ++b) value_scale[j][b] = load_scale<VBITS>(scale + b * V::kScaleBytes, cached);
+      for (int b = 0; b < V::kBlocks; ++b) value_scale[j][b] = load_scale<VBITS, kCached>(scale + b * V::kScaleBytes);
     }
   };
+  const auto load_keys = [&](int tile) { has_new(tile) ? load_keys_of(tile, No{}) : load_keys_of(tile, Yes{}); };
+  const auto load_values = [&](int tile) { has_new(tile) ? load_values_of(tile, No{}) : load_values_of(tile, Yes{}); };
   constexpr int kStride = kTokens * kAttentionWarps;
   int tile = begin + warp * kTokens;
-  if (tile < end) load_keys(tile), load_values(tile);
+  const bool early = tile < end && !has_new(tile);
+  if (early) load_keys_of(tile, Yes{}), load_values_of(tile, Yes{});
+
+  if (written >= 0 && warp < 2) {
+    const bool owner = (begin <= written && written < end) || (count == 0 && rank == 0);
+    const auto at = static_cast<int64_t>(written);
+    if (warp == 0) new_key.write(m.codes[0], m.scales[0], owner, keys_at + at * K::kBytes, key_scales + at * kKeyScale);
+    if (warp == 1) new_value.write(m.codes[1], m.scales[1], owner, values_at + at * V::kBytes, value_scales + at * kValueScale);
+  }
+  __syncthreads();
+  if (tile < end && !early) load_keys_of(tile, No{}), load_values_of(tile, No{});
 
   uint32_t q[TILES][kTerms][K::kSteps][2];
   float factor[TILES][2];  // of the queries 2t and 2t + 1 of a tile
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
-    const float* const row = m.q[8 * n + g];
     float most = 0.f;
-    for (int i = t; i < D; i += 4) most = fmaxf(most, fabsf(row[i]));
+#pragma unroll
+    for (int i = 0; i < D / 4; ++i) most = fmaxf(most, fabsf(given[n][i]));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
     // 2^13 to 2^14 is the largest.
@@ -162,7 +190,7 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
     for (int step = 0; step < K::kSteps; ++step) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float v0 = row[K::place(step, t, r, 0)] * up, v1 = row[K::place(step, t, r, 1)] * up;
+        const float v0 = given[n][K::value_of(step, r, 0)] * up, v1 = given[n][K::value_of(step, r, 1)] * up;
         q[n][0][step][r] = pack(v0, v1);
         if constexpr (kTerms > 1) q[n][1][step][r] = pack(v0 - first_of(q[n][0][step][r]), v1 - second_of(q[n][0][step][r]));
       }
@@ -171,7 +199,7 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
     for (int h = 0; h < 2; ++h) factor[n][h] = __shfl_sync(~0u, down, 8 * t + 4 * h) * a.factor;
   }
 
-  float sum[TILES][kOuts][4], most[TILES][2], total[TILES][2], limit = 0x1p-126f;
+  float sum[TILES][kOuts][4], most[TILES][2], total[TILES][2], limit = 0x1p-100f;
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
 #pragma unroll
@@ -246,7 +274,7 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float base = most[n][i % 2] == -INFINITY ? 0.f : most[n][i % 2];
-        score[n][i] = exp2f(score[n][i] - base);
+        score[n][i] = power_of_two(score[n][i] - base);
         total[n][i % 2] += score[n][i];
       }
 #pragma unroll
@@ -284,70 +312,72 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int apart = 4; apart < 32; apart *= 2) total[n][h] += __shfl_xor_sync(~0u, total[n][h], apart);
-      if (g == 0) m.warps[warp].most[8 * n + 2 * t + h] = most[n][h], m.warps[warp].total[8 * n + 2 * t + h] = total[n][h];
+      if (g == 0) m.warps[warp].most[8 * n + 4 * h + t] = most[n][h], m.warps[warp].total[8 * n + 4 * h + t] = total[n][h];
     }
   }
   if (lane == 0) m.warps[warp].limit = limit;
   __syncthreads();
 
-  // Of the warps, into the place of the first; then of the blocks, which take turns with the results.
-  const auto query_of = [](int i) { return i / (kOuts * 128) * 8 + 2 * (i % 4) + i / 32 % 2; };
-  const auto merged = [&](int parts, const Found<Memory::kQueries>* of, int query) {
-    Found<1> all{{-INFINITY}, {0.f}, 0.f};
-    for (int p = 0; p < parts; ++p) all.most[0] = fmaxf(all.most[0], of[p].most[query]), all.limit = fmaxf(all.limit, of[p].limit);
-    for (int p = 0; p < parts; ++p) all.total[0] += of[p].total[query] * rescaled(of[p].most[query], all.most[0]);
-    return all;
-  };
-  if (threadIdx.x < Memory::kQueries) {
-    const int query = threadIdx.x;
-    const Found<1> all = merged(kAttentionWarps, m.warps, query);
-    m.block.most[query] = all.most[0], m.block.total[query] = all.total[0], m.block.limit = all.limit;
+  // Of the warps, into the place of the first. A warp takes a tile of queries, and a lane one of them and of the parts.
+  const int slot = 8 * warp + lane % 8, part = lane / 8;
+  const auto over_parts = [](float v, auto join) {
 #pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w)
-      m.factors[w][query] = rescaled(m.warps[w].most[query], all.most[0]) * (m.warps[w].limit * inverse_of(all.limit));
+    for (int apart = 8; apart < 32; apart *= 2) v = join(v, __shfl_xor_sync(~0u, v, apart));
+    return v;
+  };
+  const auto largest = [](float x, float y) { return fmaxf(x, y); };
+  const auto plus = [](float x, float y) { return x + y; };
+  if (warp < TILES) {
+    const Found<Memory::kQueries>& mine = m.warps[part];
+    const float top = over_parts(mine.most[slot], largest), wide = over_parts(mine.limit, largest);
+    const float factor = rescaled(mine.most[slot], top), all = over_parts(mine.total[slot] * factor, plus);
+    m.factors[part][slot] = factor * (mine.limit * inverse_of(wide));
+    if (part == 0) m.block.most[slot] = top, m.block.total[slot] = all, m.block.limit = wide;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < Memory::kSums; i += kAttentionThreads) {
-    const int query = query_of(i);
-    float s = 0.f;
+  for (int i = threadIdx.x * 4; i < Memory::kSums; i += kAttentionThreads * 4) {
+    const int first_slot = i / (kOuts * 128) * 8 + i / 32 % 2 * 4;
+    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) s += m.sums[w][i] * m.factors[w][query];
-    m.sums[0][i] = s;
+    for (int w = 0; w < kAttentionWarps; ++w) {
+      const float4 v = *reinterpret_cast<const float4*>(&m.sums[w][i]), f = *reinterpret_cast<const float4*>(&m.factors[w][first_slot]);
+      s.x += v.x * f.x, s.y += v.y * f.y, s.z += v.z * f.z, s.w += v.w * f.w;
+    }
+    *reinterpret_cast<float4*>(&m.sums[0][i]) = s;
   }
+  // Of the blocks, which take turns with the results.
   if (a.splits > 1) {
     sync_cluster();
-    for (int i = threadIdx.x; i < a.splits * Memory::kQueries; i += kAttentionThreads) {
-      const int from = i / Memory::kQueries, query = i % Memory::kQueries;
-      m.blocks[from].most[query] = read_of_block(&m.block.most[query], from);
-      m.blocks[from].total[query] = read_of_block(&m.block.total[query], from);
-      if (query == 0) m.blocks[from].limit = read_of_block(&m.block.limit, from);
-    }
-  } else if (threadIdx.x < Memory::kQueries) {
-    const int query = threadIdx.x;
-    m.blocks[0].most[query] = m.block.most[query], m.blocks[0].total[query] = m.block.total[query];
-    m.blocks[0].limit = m.block.limit;
+  } else {
+    __syncthreads();
   }
-  __syncthreads();
-  if (threadIdx.x < Memory::kQueries) {
-    const int query = threadIdx.x;
-    const Found<1> all = merged(a.splits, m.blocks, query);
-    for (int r = 0; r < a.splits; ++r)
-      m.factors[r][query] = rescaled(m.blocks[r].most[query], all.most[0]) * m.blocks[r].limit / (kWeight * all.total[0]);
+  if (warp < TILES) {
+    static_assert(kMostSplits == 8);
+    float found_most[2], found_total[2], found_limit[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int from = part + 4 * h;
+      const bool there = from < a.splits;
+      found_most[h] = there ? read_of_block(&m.block.most[slot], from) : -INFINITY;
+      found_total[h] = there ? read_of_block(&m.block.total[slot], from) : 0.f;
+      found_limit[h] = there ? read_of_block(&m.block.limit, from) : 0.f;
+    }
+    const float top = over_parts(fmaxf(found_most[0], found_most[1]), largest);
+    const float factor[2] = {rescaled(found_most[0], top), rescaled(found_most[1], top)};
+    const float all = over_parts(found_total[0] * factor[0] + found_total[1] * factor[1], plus) * kWeight;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m.factors[part + 4 * h][slot] = factor[h] * found_limit[h] / all;
   }
   __syncthreads();
   for (int i = rank * kAttentionThreads + threadIdx.x; i < Memory::kSums; i += a.splits * kAttentionThreads) {
-    const int query = query_of(i), at = V::place(i / 128 % kOuts * 2 + i / 64 % 2, i % 32 / 4);
+    const int query = i / (kOuts * 128) * 8 + 2 * (i % 4) + i / 32 % 2, its_slot = query / 8 * 8 + query % 2 * 4 + query % 8 / 2;
+    const int at = V::place(i / 128 % kOuts * 2 + i / 64 % 2, i % 32 / 4);
     if (query >= a.group || at >= a.size) continue;
-    float s = 0.f;
-    if (a.splits == 1) {
-      s = m.sums[0][i] * m.factors[0][query];
-    } else {
-      float parts[kMostSplits];
+    float parts[kMostSplits], s = 0.f;
 #pragma unroll
-      for (int r = 0; r < kMostSplits; ++r) parts[r] = r < a.splits ? read_of_block(&m.sums[0][i], r) : 0.f;
+    for (int r = 0; r < kMostSplits; ++r) parts[r] = r < a.splits ? read_of_block(&m.sums[0][i], r) : 0.f;
 #pragma unroll
-      for (int r = 0; r < kMostSplits; ++r) s += r < a.splits ? parts[r] * m.factors[r][query] : 0.f;
-    }
+    for (int r = 0; r < kMostSplits; ++r) s += r < a.splits ? parts[r] * m.factors[r][its_slot] : 0.f;
     store_float(a.y, (static_cast<int64_t>(head) * a.group + query) * a.size + at, DTYPE, s);
   }
   if (a.splits > 1) sync_cluster();  // nobody leaves while others read

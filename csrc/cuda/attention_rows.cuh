@@ -28,10 +28,12 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 __device__ __forceinline__ float first_of(uint32_t pair) { return __low2float(reinterpret_cast<const __half2&>(pair)); }
 __device__ __forceinline__ float second_of(uint32_t pair) { return __high2float(reinterpret_cast<const __half2&>(pair)); }
 
-// What a pointer to a row or a scale may point to: the cache, or shared memory, where the new row is.
-template <class T>
-__device__ __forceinline__ T load_as(const void* p, bool in_cache) {
-  return in_cache ? __ldg(static_cast<const T*>(p)) : *static_cast<const T*>(p);
+// A row or a scale is in the cache or, where it is the new one, in shared memory: which a pointer may point to that is not
+// CACHED. Decide for a whole tile: two loads into one register, each under a condition, wait for one another.
+template <class T, bool CACHED>
+__device__ __forceinline__ T load_as(const void* p) {
+  if constexpr (CACHED) return __ldg(static_cast<const T*>(p));
+  return *static_cast<const T*>(p);
 }
 
 // A row of D codes. Scales are those of blocks of 64 values of 4 bits, or of the row.
@@ -41,10 +43,10 @@ struct CodeRow {
   static constexpr bool kLong = D % 64 == 0;
 };
 
-template <int BITS>
-__device__ __forceinline__ float load_scale(const uint8_t* p, bool in_cache) {
-  if constexpr (BITS == 8) return load_as<float>(p, in_cache);
-  return __uint_as_float(static_cast<uint32_t>(load_as<uint16_t>(p, in_cache)) << 16);
+template <int BITS, bool CACHED>
+__device__ __forceinline__ float load_scale(const uint8_t* p) {
+  if constexpr (BITS == 8) return load_as<float, CACHED>(p);
+  return __uint_as_float(static_cast<uint32_t>(load_as<uint16_t, CACHED>(p)) << 16);
 }
 
 // Keys are the rows of keys * q.T: the four lanes of a row have four values each of every 16.
@@ -53,22 +55,23 @@ struct Keys : CodeRow<BITS, D> {
   static constexpr int kWords = D * BITS / 128, kSteps = D / 16, kStepsOfBlock = BITS == 4 ? 4 : kSteps;
   uint32_t w[kWords];
 
-  __device__ __forceinline__ void load(const uint8_t* row, int t, bool in_cache) {
+  template <bool CACHED>
+  __device__ __forceinline__ void load(const uint8_t* row, int t) {
     if constexpr (BITS == 4) {
 #pragma unroll
       for (int i = 0; i < kWords / 2; ++i) {
-        const uint2 v = load_as<uint2>(row + 32 * i + 8 * t, in_cache);
+        const uint2 v = load_as<uint2, CACHED>(row + 32 * i + 8 * t);
         w[2 * i] = v.x, w[2 * i + 1] = v.y;
       }
     } else if constexpr (CodeRow<BITS, D>::kLong) {
 #pragma unroll
       for (int i = 0; i < kWords / 4; ++i) {
-        const uint4 v = load_as<uint4>(row + 64 * i + 16 * t, in_cache);
+        const uint4 v = load_as<uint4, CACHED>(row + 64 * i + 16 * t);
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint32_t>(row + 16 * i + 4 * t, in_cache);
+      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint32_t, CACHED>(row + 16 * i + 4 * t);
     }
   }
   __device__ __forceinline__ uint2 fragment(int step) const {
@@ -78,11 +81,13 @@ struct Keys : CodeRow<BITS, D> {
     }
     return make_uint2(from_bytes(w[step]), from_bytes(w[step] >> 8));
   }
-  // The place in a row of value `half` of register `r` of lane t.
-  __device__ static __forceinline__ int place(int step, int t, int r, int half) {
-    if constexpr (BITS == 4) return step / 4 * 64 + t * 16 + step % 4 / 2 * 8 + step % 2 * 2 + 1 - r + 4 * half;
-    if constexpr (CodeRow<BITS, D>::kLong) return step / 4 * 64 + t * 16 + step % 4 * 4 + r + 2 * half;
-    return step * 16 + t * 4 + r + 2 * half;
+  // A lane has pieces of a row: number i begins at piece_at(i, t). Of these values, one by one, `half` of register `r` of a
+  // step is number value_of(step, r, half).
+  static constexpr int kPiece = CodeRow<BITS, D>::kLong ? 16 : 4, kPieces = D / (4 * kPiece);
+  __device__ static __forceinline__ int piece_at(int i, int t) { return i * 4 * kPiece + t * kPiece; }
+  __device__ static constexpr int value_of(int step, int r, int half) {
+    if (BITS == 4) return step / 4 * 16 + step % 4 / 2 * 8 + step % 2 * 2 + 1 - r + 4 * half;
+    return step * 4 + r + 2 * half;
   }
 };
 
@@ -93,22 +98,23 @@ struct Values : CodeRow<BITS, D> {
   static constexpr int kOfWord = BITS == 4 ? 8 : CodeRow<BITS, D>::kLong ? 4 : 2, kWords = kTiles / kOfWord;
   uint32_t w[kWords];
 
-  __device__ __forceinline__ void load(const uint8_t* row, int g, bool in_cache) {
+  template <bool CACHED>
+  __device__ __forceinline__ void load(const uint8_t* row, int g) {
     if constexpr (BITS == 4) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint32_t>(row + 32 * i + 4 * g, in_cache);
+      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint32_t, CACHED>(row + 32 * i + 4 * g);
     } else if constexpr (D % 128 == 0) {
 #pragma unroll
       for (int i = 0; i < kWords / 4; ++i) {
-        const uint4 v = load_as<uint4>(row + 128 * i + 16 * g, in_cache);
+        const uint4 v = load_as<uint4, CACHED>(row + 128 * i + 16 * g);
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
       }
     } else if constexpr (D == 64) {
-      const uint2 v = load_as<uint2>(row + 8 * g, in_cache);
+      const uint2 v = load_as<uint2, CACHED>(row + 8 * g);
       w[0] = v.x, w[1] = v.y;
     } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint16_t>(row + 16 * i + 2 * g, in_cache);
+      for (int i = 0; i < kWords; ++i) w[i] = load_as<uint16_t, CACHED>(row + 16 * i + 2 * g);
     }
   }
   // The values of two positions in a tile.
@@ -134,31 +140,47 @@ __device__ __forceinline__ float load_one(const void* p, int64_t i) {
   return __half2float(__ushort_as_half(half));
 }
 
-// One warp quantizes a row, as `encode` of src/eformer/_formats/integer/codec.py does: to shared memory and, if it is this
-// block's to write, into the cache.
-template <int BITS, int D, int DTYPE>
-__device__ __forceinline__ void write_row(const void* x, int64_t from, int size, uint8_t* codes, uint8_t* scales, bool owner,
-                                          uint8_t* cache_codes, uint8_t* cache_scales) {
-  constexpr int kOfWord = 32 / BITS, kAll = D / kOfWord, kMine = ceil_div(kAll, 32), kHalf = 1 << (BITS - 1);
-  const int lane = threadIdx.x % 32;
-  float v[kMine][kOfWord];
-#pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-#pragma unroll
-    for (int j = 0; j < kOfWord; ++j) {
-      const int at = (lane + 32 * i) * kOfWord + j;
-      v[i][j] = at < size ? load_one<DTYPE>(x, from + at) : 0.f;
+// Four values that begin at a multiple of four.
+template <int DTYPE, int COUNT>
+__device__ __forceinline__ void load_four(const void* p, int64_t from, float (&v)[COUNT], int at) {
+  if constexpr (DTYPE == kF32) {
+    const float4 w = __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(p) + from));
+    v[at] = w.x, v[at + 1] = w.y, v[at + 2] = w.z, v[at + 3] = w.w;
+  } else {
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p) + from));
+    if constexpr (DTYPE == kBf16) {
+      v[at] = __uint_as_float(w.x << 16), v[at + 1] = __uint_as_float(w.x & 0xFFFF0000u);
+      v[at + 2] = __uint_as_float(w.y << 16), v[at + 3] = __uint_as_float(w.y & 0xFFFF0000u);
+    } else {
+      v[at] = first_of(w.x), v[at + 1] = second_of(w.x), v[at + 2] = first_of(w.y), v[at + 3] = second_of(w.y);
     }
   }
-  // What shares a scale: the row, or the words of eight lanes.
-  constexpr int kApart = BITS == 4 ? kMine : 1, kLanes = BITS == 4 ? 8 : 32;
-  float scale[kApart];
+}
+
+// A row that one warp quantizes, as `encode` of src/eformer/_formats/integer/codec.py does: to shared memory and, if it is
+// this block's to write, into the cache.
+template <int BITS, int D, int DTYPE>
+struct NewRow {
+  static constexpr int kOfWord = 32 / BITS, kAll = D / kOfWord, kMine = ceil_div(kAll, 32), kHalf = 1 << (BITS - 1);
+  float v[kMine][kOfWord];
+
+  __device__ __forceinline__ void load(const void* x, int64_t from, int size) {
 #pragma unroll
-  for (int b = 0; b < kApart; ++b) {
+    for (int i = 0; i < kMine; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOfWord; ++j) {
+        const int at = (threadIdx.x % 32 + 32 * i) * kOfWord + j;
+        v[i][j] = at < size ? load_one<DTYPE>(x, from + at) : 0.f;
+      }
+    }
+  }
+  // Of the words i, ..., in what the lanes of a block or of the row have.
+  __device__ __forceinline__ float scale_of(int begin, int end) const {
     float low = 0.f, high = 0.f;
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = kApart > 1 ? b : 0; i < (kApart > 1 ? b + 1 : kMine); ++i) {
+    for (int i = 0; i < kMine; ++i) {
+      if (i < begin || i >= end) continue;
 #pragma unroll
       for (int j = 0; j < kOfWord; ++j) {
         low = fminf(low, v[i][j]), high = fmaxf(high, v[i][j]);
@@ -166,47 +188,44 @@ __device__ __forceinline__ void write_row(const void* x, int64_t from, int size,
       }
     }
 #pragma unroll
-    for (int apart = kLanes / 2; apart; apart /= 2) {
+    for (int apart = BITS == 4 ? 4 : 16; apart; apart /= 2) {
       low = fminf(low, __shfl_xor_sync(~0u, low, apart)), high = fmaxf(high, __shfl_xor_sync(~0u, high, apart));
       largest = max(largest, __shfl_xor_sync(~0u, largest, apart));
     }
-    float s = (-low >= high ? low : high) * (-1.f / kHalf);
-    if (fabsf(s) < 0x1p-126f) s = 0.f;
-    if (largest >= 0x7F800000u) s = __uint_as_float(0x7FC00000u);
-    if constexpr (BITS == 4) {
-      constexpr float kMost = 3.3895313892515355e38f;  // of bfloat16
-      const float near = s != s ? s : fminf(fmaxf(s, -kMost), kMost);
-      s = __bfloat162float(__float2bfloat16_rn(near));
-    }
-    scale[b] = s;
+    const float s = (-low >= high ? low : high) * (-1.f / kHalf);
+    if (largest >= 0x7F800000u) return __uint_as_float(0x7FC00000u);  // not finite
+    if (fabsf(s) < 0x1p-126f) return 0.f;
+    if constexpr (BITS == 8) return s;
+    constexpr float kMost = 3.3895313892515355e38f;  // of bfloat16
+    return __bfloat162float(__float2bfloat16_rn(fminf(fmaxf(s, -kMost), kMost)));
   }
+  __device__ __forceinline__ void write(uint8_t* codes, uint8_t* scales, bool owner, uint8_t* cache_codes, uint8_t* cache_scales) const {
 #pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    const int word = lane + 32 * i;
-    if (word >= kAll) continue;
-    const float s = scale[kApart > 1 ? i : 0], by = s == 0.f ? 1.f : s;
-    uint32_t packed = 0;
+    for (int i = 0; i < kMine; ++i) {
+      const int word = threadIdx.x % 32 + 32 * i;
+      const float s = BITS == 4 ? scale_of(i, i + 1) : scale_of(0, kMine), by = s == 0.f ? 1.f : s;
+      if (word >= kAll) continue;
+      uint32_t packed = 0;
 #pragma unroll
-    for (int j = 0; j < kOfWord; ++j) {
-      const float code = rintf(__fdiv_rn(v[i][j], by));
-      const int c = code != code ? 0 : static_cast<int>(fminf(fmaxf(code, -kHalf), kHalf - 1));
-      // Bytes as they are; of nibbles the first is the high one.
-      packed |= BITS == 8 ? static_cast<uint32_t>(c & 0xFF) << 8 * j : static_cast<uint32_t>(c + 8) << (8 * (j / 2) + 4 - 4 * (j % 2));
-    }
-    reinterpret_cast<uint32_t*>(codes)[word] = packed;
-    if (owner) reinterpret_cast<uint32_t*>(cache_codes)[word] = packed;
-    if (word % (BITS == 4 ? 8 : kAll) == 0) {
-      const int b = BITS == 4 ? word / 8 : 0;
+      for (int j = 0; j < kOfWord; ++j) {
+        const float code = rintf(__fdiv_rn(v[i][j], by));
+        const int c = code != code ? 0 : static_cast<int>(fminf(fmaxf(code, -kHalf), kHalf - 1));
+        // Bytes as they are; of nibbles the first is the high one.
+        packed |= BITS == 8 ? static_cast<uint32_t>(c & 0xFF) << 8 * j : static_cast<uint32_t>(c + 8) << (8 * (j / 2) + 4 - 4 * (j % 2));
+      }
+      reinterpret_cast<uint32_t*>(codes)[word] = packed;
+      if (owner) reinterpret_cast<uint32_t*>(cache_codes)[word] = packed;
+      if (word % (BITS == 4 ? 8 : kAll) != 0) continue;
       if constexpr (BITS == 4) {
         const uint16_t bits = static_cast<uint16_t>(__float_as_uint(s) >> 16);
-        reinterpret_cast<uint16_t*>(scales)[b] = bits;
-        if (owner) reinterpret_cast<uint16_t*>(cache_scales)[b] = bits;
+        reinterpret_cast<uint16_t*>(scales)[word / 8] = bits;
+        if (owner) reinterpret_cast<uint16_t*>(cache_scales)[word / 8] = bits;
       } else {
         *reinterpret_cast<float*>(scales) = s;
         if (owner) *reinterpret_cast<float*>(cache_scales) = s;
       }
     }
   }
-}
+};
 
 }  // namespace eformer
