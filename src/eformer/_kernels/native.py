@@ -188,6 +188,7 @@ def call(
     results: Sequence[Result],
     operands: Sequence[Any],
     in_place: dict[int, int] | None = None,
+    /,
     **attributes: float,
 ) -> Any:
     """The results of a target. A scale that is None is handed over as an array without elements.

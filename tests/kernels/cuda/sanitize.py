@@ -12,7 +12,7 @@ import numpy as np
 import eformer as ef
 from eformer._kernels import cuda, qgather, qmatmul, qragged_dot
 from eformer._kernels.attention import attend
-from eformer._kernels.cuda import _attention, _wide, tuning
+from eformer._kernels.cuda import _attention, _wide
 from eformer._kernels.formats import FORMATS
 from eformer._kernels.matmul import IN_STACK
 from eformer._kernels.parameters import parameters_of
@@ -121,7 +121,6 @@ def main() -> None:
 
 
 def check_attention(rng: np.random.Generator) -> None:
-    tuning.ATTENDED = _attention.PAIRS  # also what XLA is as quick for
     for *kinds, size, group, positions, layers in ATTENDED:
         q, rows = (
             jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
@@ -130,11 +129,15 @@ def check_attention(rng: np.random.Generator) -> None:
         keys, values = (ef.QuantizedCache.quantize(rows if layers else rows[0], kind) for kind in kinds)
         index = jnp.int32(layers - 1) if layers else None
         how = {"factor": size**-0.5, "window": positions // 2 if group == 12 else None}
-        run = ef.implicit(lambda *given, index=index, how=how: attend(*given, index, **how))
         given = (q, keys, values, jnp.int32(positions - 7))
-        assert "native_cuda" in str(ef.explain(run)(*given))
-        assert bool(jnp.isfinite(run(*given).astype(jnp.float32)).all())
-    print(f"{len(ATTENDED)} times attention over a cache: finite")
+        for new in (None, (q[:, :, 0], q[:, :, 0])):
+            run = jax.jit(
+                ef.implicit(lambda *given, index=index, how=how, new=new: attend(*given, index, new=new, **how))
+            )
+            assert "native_cuda" in str(ef.explain(run)(*given))
+            found = jax.tree.leaves(run(*given))
+            assert all(bool(jnp.isfinite(part.astype(jnp.float32)).all()) for part in found)
+    print(f"{len(ATTENDED)} times attention over a cache, with and without rows to write: finite")
 
 
 if __name__ == "__main__":
