@@ -47,7 +47,8 @@ def load(
         progress: as for `quantize_tree`, after each tensor.
     """
     if is_folder(path):
-        model = load_folder(path, dense=dense, dtype=dtype, progress=progress)
+        with reporter(progress, "loading") as tell:
+            model = _of_folder(Path(path), dense, dtype, tell)
     else:
         try:
             opened = open_checkpoint(path)
@@ -81,20 +82,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def load_folder(
-    path: str | os.PathLike[str],
-    *,
-    dense: bool = False,
-    dtype: Any = None,
-    progress: Reporter | bool | None = False,
-) -> Model:
-    """The model in a folder; arguments as for `load`."""
-    folder = Path(path)
+def _of_folder(folder: Path, dense: bool, dtype: Any, tell: Reporter) -> Model:
     given = read_json(folder / "config.json")
     about = described(given, folder / "config.json")
-    opened = open_checkpoint(folder)
-    with reporter(progress, "loading") as tell:
-        params = _Reading(opened, about, dense, dtype, tell).params()
+    params = _Reading(open_checkpoint(folder), about, dense, dtype, tell).params()
     extra, words = read_json(folder / "generation_config.json"), read_json(folder / "tokenizer_config.json")
     ends = extra.get("eos_token_id", given.get("eos_token_id", given.get("text_config", {}).get("eos_token_id")))
     special = {k: v.get("content", "") if isinstance(v, dict) else v for k, v in words.items() if k.endswith("_token")}

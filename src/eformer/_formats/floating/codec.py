@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
-from eformer._kernels.formats import FORMATS, IQ4_NL_CODEBOOK
+from eformer._kernels.formats import FORMATS, IQ4_NL_CODEBOOK, entries
 
 TILE = 128  # values, in both directions, that share a scale of `fp8` in blocks
 _TINY = np.finfo(np.float32).tiny
@@ -127,15 +127,9 @@ def decode(
 
 
 def element_values(codes: jax.Array, element: str) -> jax.Array:
-    """What separate codes stand for, in f32: entries of a table by a tree of selects, which vectorizes."""
+    """What separate codes stand for, in f32."""
     row = FORMATS[element]
-    if row.table is None:
-        return row.values(codes, jnp.float32)
-    options = [jnp.float32(value) for value in row.table]
-    for level in range(4):
-        bit = (codes & jnp.uint8(1 << level)) != 0
-        options = [jnp.where(bit, high, low) for low, high in zip(options[::2], options[1::2], strict=True)]
-    return options[0]
+    return row.values(codes, jnp.float32) if row.table is None else entries(row.table, codes, jnp.float32)
 
 
 def _times(values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -67,9 +67,8 @@ class ArrayInt(QuantizedArray):
 
     @property
     def parts(self) -> tuple[Part, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        scale = Part("scale", 1, self.block_size, is_scale=True)
-        bias = Part("bias", 1, self.block_size, is_offset=True)
-        return Part("packed", 2, self.block_size), scale, Part("zero", 1, self.block_size), bias
+        packed, scale = Part("packed", 2, self.block_size), Part("scale", 1, self.block_size, is_scale=True)
+        return packed, scale, Part("zero", 1, self.block_size), Part("bias", 1, self.block_size)
 
     @property
     def kernel_format(self) -> str:

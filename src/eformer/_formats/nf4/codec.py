@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from eformer._formats import blocks as _blocks
 from eformer._jax import avals
 from eformer._kernels.encode import nf4_encoder
 from eformer._kernels.formats import NF4_CODEBOOK as CODEBOOK
+from eformer._kernels.formats import entries
 
 THRESHOLDS: np.ndarray = (CODEBOOK[:-1] + CODEBOOK[1:]) / np.float32(2)
 
@@ -104,20 +106,16 @@ def nearest(x: jax.Array) -> jax.Array:
     bits: list[jax.Array] = []
     for level in range(4):
         step = 8 >> level
-        bits.append(x > _pick(bits, [THRESHOLDS[i] for i in range(step - 1, 15, 2 * step)]))
+        limits: list[Any] = [THRESHOLDS[i] for i in range(step - 1, 15, 2 * step)]
+        for bit in reversed(bits):
+            limits = [jnp.where(bit, high, low) for low, high in zip(limits[::2], limits[1::2], strict=True)]
+        bits.append(x > limits[0])
     return functools.reduce(lambda code, bit: (code << 1) | bit.astype(jnp.uint8), bits, jnp.uint8(0))
 
 
 def values(codes: jax.Array) -> jax.Array:
-    """`CODEBOOK[codes]` as a tree of selects, which vectorizes where a gather does not."""
-    return _pick([(codes & jnp.uint8(8 >> level)) != 0 for level in range(4)], list(CODEBOOK))
-
-
-def _pick(bits: list[jax.Array], options: list) -> jax.Array:
-    """The option whose index has these `bits`, most significant first."""
-    for bit in reversed(bits):
-        options = [jnp.where(bit, high, low) for low, high in zip(options[::2], options[1::2], strict=True)]
-    return options[0]
+    """`CODEBOOK[codes]`."""
+    return entries(CODEBOOK, codes, jnp.float32)
 
 
 def _check_storage(packed: jax.Array, absmax: jax.Array, axis: int, size: int) -> tuple[int, int]:

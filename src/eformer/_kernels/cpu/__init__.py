@@ -123,9 +123,8 @@ def _refuses_sums(problem: Problem) -> str | None:
             )
     elif not problem.scales_results_only:
         return "scales differ along what is summed up"
-    summed = problem.cols if problem.form == "dot" else problem.rows
-    if summed > MOST_BYTE_PRODUCTS:
-        return f"sums of {summed} products do not fit 32 bits"
+    if problem.deep > MOST_BYTE_PRODUCTS:
+        return f"sums of {problem.deep} products do not fit 32 bits"
     return None
 
 
@@ -193,9 +192,8 @@ def qragged(
     **how: Any,
 ) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
-    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
     operands = [x, codes, scale, offset, group_sizes.astype(jnp.int32)]
-    return _product(problem, "ragged", result, operands, 1, how)
+    return _product(problem, "ragged", (x.shape[0], problem.outs), operands, 1, how)
 
 
 def byte_matmul(
@@ -217,7 +215,7 @@ def _products(
 ) -> jax.Array:
     operands, n_batch = in_one_batch_axis(problem, x, codes, *scales, stacked=index is not None), len(problem.batch)
     operands += more
-    shape = (*x.shape[: n_batch + 1], problem.rows if problem.form == "dot" else problem.cols)
+    shape = (*x.shape[: n_batch + 1], problem.outs)
     result = (operands[0].shape[0], *shape[n_batch:])
     if index is not None:
         name, operands = f"stack_{name}", [*operands, index]
@@ -227,9 +225,8 @@ def _products(
 def byte_ragged(
     problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any, x_scale: Any = None, **how: Any
 ) -> jax.Array:
-    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
     operands = [x, codes, scale, sizes.astype(jnp.int32), x_scale]
-    return _product(problem, "byte_ragged", result, operands, 1, how)
+    return _product(problem, "byte_ragged", (x.shape[0], problem.outs), operands, 1, how)
 
 
 def _product(
