@@ -296,7 +296,7 @@ def options_in_rules(function: F) -> F:
         if wrong:
             choice = repr(wrong["dtype"]) if wrong.keys() == {"dtype"} else repr({"dtype": "nf4", **wrong})
             raise TypeError(
-                f"{', '.join(wrong)}= is no argument here: formats and their options are in the rules. Write "
+                f"{', '.join(wrong)}= is not an argument here: formats and their options go into the rules. Write "
                 f'rules={{"*": {choice}}}, or default={choice} for leaves that no rule matches.'
             )
         return function(*args, **kwargs)

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     formats, rows = names("--formats", options.formats, KINDS), numbers("--rows", options.rows)
     why = "there is no GPU here" if jax.default_backend() != "gpu" else cuda.refuses_machine("cuda")
     if why:
-        raise Failure(f"it measures CUDA kernels, and {why}.")
+        raise Failure(f"CUDA kernels cannot be measured: {why}.")
     device = jax.devices()[0]
     about = {
         "date": str(datetime.date.today()),

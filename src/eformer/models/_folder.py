@@ -126,7 +126,7 @@ class _Reading:
     def __post_init__(self) -> None:
         tables = [name for name in self.opened if name.endswith("embed_tokens.weight")]
         if len(tables) != 1:
-            raise self.wrong("embed_tokens.weight", f"is there {len(tables)} times; a language model has it once.")
+            raise self.wrong("embed_tokens.weight", f"appears {len(tables)} times; a language model has it once.")
         self.prefix = tables[0].removesuffix("embed_tokens.weight")
         self.left = {name for name in self.opened if name.startswith(self.prefix) and not _IGNORED.search(name)}
         self.heads = [name for name in self.opened if name.endswith("lm_head.weight")]
@@ -149,7 +149,7 @@ class _Reading:
             params["head"] = self.read(self.heads[0], (config.vocabulary, config.width), turned=True)
         unused = sorted(self.left)
         if unused:
-            raise self.wrong(unused[0], f"is not part of the model that config.json describes (of {len(unused)} such).")
+            raise self.wrong(unused[0], f"is not part of the model that config.json describes (one of {len(unused)}).")
         return params
 
     def layer(self, at: str) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class ArrayFloat(QuantizedArray):
         return None if self.tensor_scale is None else jnp.ones_like(self.tensor_scale)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Any:
-        """In f32, since a scale of the format times a number is none."""
+        """In f32, since a scale of the format times a number need not be one."""
         return QuantizedArray.scaled(self.with_plain_scale(), factor.astype(jnp.float32), dtype, traced=traced)
 
     def with_plain_scale(self) -> ArrayFloat:
@@ -223,7 +223,7 @@ class ArrayFloat(QuantizedArray):
         if row.block is None and scale.ndim == 0:
             scale = scale.reshape((1,) * codes.ndim)
         if scale.ndim != codes.ndim:
-            raise ValueError(f"a scale {list(scale.shape)} has not the rank of the codes, {list(codes.shape)}.")
+            raise ValueError(f"a scale {list(scale.shape)} does not have the rank of the codes, {list(codes.shape)}.")
         if tensor_scale is not None:
             tensor_scale = jnp.asarray(tensor_scale)
             tensor_scale = tensor_scale.reshape(*tensor_scale.shape, *[1] * (codes.ndim - tensor_scale.ndim))
@@ -278,7 +278,7 @@ def _check_storage(q: ArrayFloat) -> None:
     block = row.block or codec.TILE
     if codes.ndim < 2 or codes.shape[-1] * row.per_byte != block:
         raise ValueError(
-            f"codes {list(codes.shape)} are no storage of {q.kind}: (..., blocks, {block // row.per_byte}). "
+            f"codes {list(codes.shape)} are not stored {q.kind}, which is (..., blocks, {block // row.per_byte}). "
             "ArrayFloat.from_codes takes codes in the logical shape."
         )
     *free, blocks = codes.shape[:-1]

@@ -177,8 +177,10 @@ def qmatmul(
     **how: Any,
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
-    given = [offset_in_one_batch_axis(problem, offset, stacked=index is not None)]
-    return _products(problem, "qmatmul", x, codes, [scale], given, index, how)
+    stacked = index is not None
+    operands = in_one_batch_axis(problem, x, codes, scale, stacked=stacked)
+    operands.append(offset_in_one_batch_axis(problem, offset, stacked=stacked))
+    return _products(problem, "qmatmul", x.shape, operands, index, how)
 
 
 def qragged(
@@ -200,26 +202,19 @@ def byte_matmul(
     problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, *, index: Any = None, **how: Any
 ) -> jax.Array:
     """The product of one problem whose x is rounded to int8."""
-    return _products(problem, "byte_matmul", x, codes, [scale, x_scale], [], index, how)
+    operands = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=index is not None)
+    return _products(problem, "byte_matmul", x.shape, operands, index, how)
 
 
 def _products(
-    problem: Problem,
-    name: str,
-    x: jax.Array,
-    codes: jax.Array,
-    scales: list[Any],
-    more: list[Any],
-    index: Any,
-    how: Any,
+    problem: Problem, name: str, x_shape: tuple[int, ...], operands: list[Any], index: Any, how: Any
 ) -> jax.Array:
-    operands, n_batch = in_one_batch_axis(problem, x, codes, *scales, stacked=index is not None), len(problem.batch)
-    operands += more
-    shape = (*x.shape[: n_batch + 1], problem.outs)
-    result = (operands[0].shape[0], *shape[n_batch:])
+    """With one batch axis, of the stack's entry that the index names if there is one."""
+    matrices, rows = operands[0].shape[:2]
     if index is not None:
         name, operands = f"stack_{name}", [*operands, index]
-    return _product(problem, name, result, operands, math.prod(problem.batch), how).reshape(shape)
+    y = _product(problem, name, (matrices, rows, problem.outs), operands, matrices, how)
+    return y.reshape(*x_shape[:-1], problem.outs)
 
 
 def byte_ragged(
