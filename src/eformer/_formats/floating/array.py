@@ -16,6 +16,7 @@ from eformer._kernels.formats import FORMATS, one_of
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
+from ..blocks import codes_at
 from ..gradients import frozen
 from . import codec
 
@@ -158,10 +159,7 @@ class ArrayFloat(QuantizedArray):
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
-        flat = self.codes.reshape(*self.codes.shape[:-2], -1)
-        codes = jnp.take(flat, index // self.row.per_byte, axis=-1)
-        if self.row.per_byte == 2:
-            codes = codes >> jnp.broadcast_to(4 * (1 - index % 2), codes.shape).astype(jnp.uint8) & 15
+        codes = codes_at(self.codes.reshape(*self.codes.shape[:-2], -1), index, 8 // self.row.per_byte)
         scale = jnp.take(self.frozen_scale(), index // (self.row.block or codec.TILE), axis=-1)
         return codec.decode(codes, scale, element=self.row.element, axis=None, size=0, dtype=jnp.float32)
 

@@ -78,10 +78,7 @@ def decode(packed: jax.Array, absmax: jax.Array, *, axis: int, size: int, dtype:
     """
     at, block_size = _check_storage(packed, absmax, axis, size)
     codes = _blocks.group_at(packed, at, 1)
-    pair = codes.shape[: at + 2] + (2,) + codes.shape[at + 2 :]
-    # One byte feeds two rows: shifting by an iota keeps this a single elementwise loop without a stack.
-    shift = (1 - lax.broadcasted_iota(jnp.uint8, pair, at + 2)) * jnp.uint8(4)
-    decoded = values((jnp.expand_dims(codes, at + 2) >> shift) & jnp.uint8(15))
+    decoded = values(_blocks.unpacked(codes, at + 1, 4))
     decoded = decoded * jnp.expand_dims(_blocks.group_at(absmax, at, 0), (at + 1, at + 2))
     blocks = codes.shape[at]
     dense = decoded.astype(dtype).reshape(codes.shape[:at] + (blocks * block_size,) + codes.shape[at + 2 :])
@@ -90,15 +87,12 @@ def decode(packed: jax.Array, absmax: jax.Array, *, axis: int, size: int, dtype:
 
 def _encode_blocks(blocks: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     """Encode `lead + (blocks, block_size) + trail`, the blocks being at axis `at`; keeps that layout."""
-    lead, trail = blocks.shape[: at + 1], blocks.shape[at + 2 :]
     absmax = _blocks.absmax_within(blocks, at + 1).astype(jnp.float32)
     absmax = jnp.where(absmax < _TINY, 0.0, jnp.where(absmax < jnp.inf, absmax, jnp.nan))
     shrink = jnp.where(absmax > _HUGE, _SHRINK, 1.0)
     inverse = 1.0 / jnp.where(absmax == 0, 1.0, absmax * shrink)
     scaled = (blocks.astype(jnp.float32) * jnp.expand_dims(shrink, at + 1)) * jnp.expand_dims(inverse, at + 1)
-    codes = nearest(scaled).reshape(*lead, blocks.shape[at + 1] // 2, 2, *trail)
-    packed = (_blocks.along(codes, 0, at + 2) << 4) | _blocks.along(codes, 1, at + 2)
-    return packed, absmax
+    return _blocks.packed(nearest(scaled), at + 1, 4), absmax
 
 
 def nearest(x: jax.Array) -> jax.Array:

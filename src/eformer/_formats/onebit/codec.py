@@ -170,24 +170,19 @@ def unpack(packed: jax.Array, *, axis: int, bits: int, size: int) -> jax.Array:
     at = packed.ndim + _arguments.check_axis(axis, packed.ndim)
     size = _arguments.check_size(size, packed.shape[-1], per_byte, "bytes")
     rows = _blocks.group_at(packed, at, 0)
-    lead, trail = rows.shape[: at + 1], rows.shape[at + 1 :]
-    place = lax.broadcasted_iota(jnp.uint8, (*lead, per_byte, *trail), at + 1)
-    shift = jnp.uint8(8 - bits) - place * jnp.uint8(bits)
-    field = ((jnp.expand_dims(rows, at + 1) >> shift) & jnp.uint8(2**bits - 1)).astype(jnp.int8)
-    codes = field - 1 if bits == 2 else 2 * field - 1
-    dense = codes.reshape(*lead[:-1], lead[-1] * per_byte, *trail)
+    codes = meaning(_blocks.unpacked(rows, at, bits), bits)
+    dense = codes.reshape(*rows.shape[:at], rows.shape[at] * per_byte, *rows.shape[at + 1 :])
     return lax.slice_in_dim(dense, 0, size, axis=at)
+
+
+def meaning(fields: jax.Array, bits: int) -> jax.Array:
+    """The int8 codes that stored fields stand for."""
+    return fields.astype(jnp.int8) - 1 if bits == 2 else 2 * fields.astype(jnp.int8) - 1
 
 
 def _pack_pairs(codes: jax.Array, at: int, bits: int) -> jax.Array:
     """Two bytes for each group of `lead + (groups, 2 * per_byte) + trail`, as `lead + (groups, 2) + trail`."""
-    per_byte = 8 // bits
-    fields = (codes > 0 if bits == 1 else codes + 1).astype(jnp.uint8)
-    fields = fields.reshape(*codes.shape[: at + 1], 2, per_byte, *codes.shape[at + 2 :])
-    byte = _blocks.along(fields, 0, at + 2)
-    for place in range(1, per_byte):
-        byte = (byte << bits) | _blocks.along(fields, place, at + 2)
-    return byte
+    return _blocks.packed((codes > 0 if bits == 1 else codes + 1).astype(jnp.uint8), at + 1, bits)
 
 
 def _per_byte(bits: int) -> int:
