@@ -252,7 +252,7 @@ def _entries(sharding: Any, ndim: int) -> tuple[Any, ...]:
 
 def _unused(entry: Any, used: set[str]) -> Any:
     """An axis can split one dimension only: the first one keeps it."""
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    axes = avals.mesh_axes(entry)
     if used.intersection(axes):
         return None
     used.update(axes)
