@@ -294,7 +294,7 @@ def test_an_empty_cache_is_made_by_zeros(arguments):
 
 def test_options_of_formats_belong_to_rules(w, tmp_path):
     for function in (ef.quantize_tree, ef.plan_tree, ef.fake_quantize_tree):
-        with pytest.raises(TypeError, match=r"dtype= is no argument here.*default='int8'"):
+        with pytest.raises(TypeError, match=r"dtype= is not an argument here.*default='int8'"):
             function({"w": w}, dtype="int8")
     with pytest.raises(TypeError, match=r"block_size=.*default=\{'dtype': 'nf4', 'block_size': 32\}"):
         ef.quantize_file(tmp_path, tmp_path, block_size=32)

@@ -266,90 +266,23 @@ ffi::Error Nf4Encode(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Result<ffi:
 }  // namespace
 }  // namespace eformer
 
+// What a handler takes is read off its function; only that its first parameter is the pool of the call has to be said.
+template <>
+struct xla::ffi::CtxBinding<xla::ffi::ThreadPool> {
+  using Ctx = ThreadPool;
+};
+
 // The library is compiled with hidden visibility; these names are what it exports.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQmatmul, eformer::Qmatmul,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // codes
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // offset, or nothing
-                                  .Ret<xla::ffi::AnyBuffer>()  // y
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerStackQmatmul, eformer::StackQmatmul,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // x
-                                  .Arg<xla::ffi::AnyBuffer>()              // codes
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::AnyBuffer>()              // offset, or nothing
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // index
-                                  .Ret<xla::ffi::AnyBuffer>()              // y
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerRagged, eformer::Ragged,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // x
-                                  .Arg<xla::ffi::AnyBuffer>()              // codes
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::AnyBuffer>()              // offset, or nothing
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // group_sizes
-                                  .Ret<xla::ffi::AnyBuffer>()              // y
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteMatmul, eformer::ByteMatmul,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // x
-                                  .Arg<xla::ffi::AnyBuffer>()              // codes
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
-                                  .Ret<xla::ffi::AnyBuffer>()              // y
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerStackByteMatmul, eformer::StackByteMatmul,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // x
-                                  .Arg<xla::ffi::AnyBuffer>()              // codes
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // index
-                                  .Ret<xla::ffi::AnyBuffer>()              // y
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteRagged, eformer::ByteRagged,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // x
-                                  .Arg<xla::ffi::AnyBuffer>()              // codes
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // group_sizes
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // x_scale, or nothing
-                                  .Ret<xla::ffi::AnyBuffer>()              // y
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQgather, eformer::Qgather,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // codes
-                                  .Arg<xla::ffi::AnyBuffer>()              // scale
-                                  .Arg<xla::ffi::AnyBuffer>()              // offset, or nothing
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // indices
-                                  .Ret<xla::ffi::AnyBuffer>()              // rows
-                                  .Attrs<xla::ffi::Dictionary>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerNf4Encode, eformer::Nf4Encode,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()              // x
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()   // codes
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()  // absmax
-                                  .Attrs<xla::ffi::Dictionary>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQmatmul, eformer::Qmatmul);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerStackQmatmul, eformer::StackQmatmul);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerRagged, eformer::Ragged);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteMatmul, eformer::ByteMatmul);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerStackByteMatmul, eformer::StackByteMatmul);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerByteRagged, eformer::ByteRagged);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerQgather, eformer::Qgather);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerNf4Encode, eformer::Nf4Encode);
 
 extern "C" int64_t eformer_cpu_isa() { return eformer::best_isa(); }
 extern "C" int64_t eformer_cpu_abi() { return eformer::abi_version; }

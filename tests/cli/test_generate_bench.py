@@ -92,7 +92,7 @@ def test_the_demonstration_is_not_in_the_package(capsys: pytest.CaptureFixture[s
         (["generate", "sizes.gguf"], 1, "says 0 for llama.block_count"),
         (["generate", "plain.safetensors"], 1, "does not say what model"),
         (["bench", "--size", "big"], 2, "not of the form"),
-        (["bench", "--rows", "one"], 2, "not a list of numbers"),
+        (["bench", "--rows", "one"], 2, "not a list of whole numbers"),
         (["bench", "--formats", "int7"], 2, "'int7'"),
         (["bench", "--rounds", "0"], 2, "must be 1 or more"),
     ],

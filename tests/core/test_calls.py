@@ -14,6 +14,7 @@ from . import calls_lax, calls_libraries, calls_numpy
 from .calls import Call, matrix
 from .toys import Block8, Plain, assert_dispatched, assert_same, dense, forget
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 CALLS: list[Call] = [*calls_numpy.CALLS, *calls_lax.CALLS, *calls_libraries.CALLS]
 
 
@@ -27,15 +28,6 @@ def test_the_table_is_large_and_its_rows_distinct():
     assert len(names) >= 500
     assert len({name.split(" ")[0] for name in names if "." in name}) >= 400
     assert sum(call.dispatches for call in CALLS) >= 40
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Thousands of tiny programs: what matters is their value, not their speed."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # Compiling is what takes the time, and many rows in one program take a fraction of what as many programs take.

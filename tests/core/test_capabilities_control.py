@@ -26,10 +26,7 @@ from .toys import (
     materializations,
 )
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def layers(x, stack):

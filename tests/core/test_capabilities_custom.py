@@ -14,12 +14,9 @@ from jax import lax
 from eformer.jaximus import AmbiguousHandlerError, implicit, register
 
 from .samples import GRAD, XD, D, Q, X, normal
-from .toys import Block8, FlatCodes, assert_dispatched, assert_same, dense, forget
+from .toys import Block8, FlatCodes, assert_dispatched, assert_same, dense
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def scale_gradient() -> Any:

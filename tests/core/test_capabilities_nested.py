@@ -14,14 +14,12 @@ from jax import export, lax
 from eformer.jaximus import implicit
 
 from .samples import LAYERS, LORA, LORA_D, STACK, STACK_D, XD, A, B, D, Q, X, tanh_chain
-from .toys import Block8, Const, Lora, assert_dispatched, assert_no_stack, assert_same, forget
+from .toys import Block8, Const, Lora, assert_dispatched, assert_no_stack, assert_same
 
 LORA_XD = np.asarray(X) @ LORA_D
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # -- nesting -----------------------------------------------------------------------------------------------------------

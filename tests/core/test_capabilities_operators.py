@@ -11,14 +11,12 @@ from jax import lax
 from eformer.jaximus import implicit
 
 from .samples import GRAD, LAYERS, STACK, STACK_D, XD, A, B, D, Q, X, tanh_chain
-from .toys import Block8, Lora, assert_dispatched, assert_no_stack, assert_same, dots, forget
+from .toys import Block8, Lora, assert_dispatched, assert_no_stack, assert_same, dots
 
 MATRIX_PRODUCT = (((1,), (0,)), ((), ()))
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # -- no wrapper at all -------------------------------------------------------------------------------------------------

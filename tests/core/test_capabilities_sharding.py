@@ -12,12 +12,9 @@ from jax.sharding import PartitionSpec as P
 from eformer.jaximus import implicit
 
 from .samples import GRAD, XD, Q, X
-from .toys import assert_dispatched, assert_same, forget
+from .toys import assert_dispatched, assert_same
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture

@@ -11,14 +11,12 @@ from jax import lax
 from eformer.jaximus import implicit
 
 from .samples import GRAD, LAYERS, STACK, STACK_D, XD, D, Q, W, X
-from .toys import Block8, FlatCodes, Transposed, assert_dispatched, assert_no_stack, assert_same, dense, forget
+from .toys import Block8, FlatCodes, Transposed, assert_dispatched, assert_no_stack, assert_same, dense
 
 BATCHED = np.einsum("mk,bkn->bmn", X, STACK_D)
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------

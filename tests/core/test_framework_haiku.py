@@ -45,15 +45,6 @@ def twins(params: Any) -> tuple[Any, Any]:
     return quantized, plain
 
 
-WRAPPERS = {
-    "eager": implicit,
-    "jit outside": lambda f: jax.jit(implicit(f)),
-    "jit inside": lambda f: implicit(jax.jit(f)),
-}
-wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-
-
-@wrappers
 def test_mlp(wrap, key):
     model, x = hk.without_apply_rng(hk.transform(mlp)), jax.random.normal(key, (4, 16))
     quantized, plain = twins(model.init(jax.random.key(0), x))
@@ -87,7 +78,6 @@ def test_transform_inside(key):
     assert_same(implicit(create_and_run)(x), create_and_run(x))
 
 
-@wrappers
 def test_embedding_attention_and_remat(wrap, key):
     model = hk.without_apply_rng(hk.transform(attention_model))
     tokens = jax.random.randint(key, (2, 6), 0, 24)
@@ -97,7 +87,6 @@ def test_embedding_attention_and_remat(wrap, key):
     assert_same(y, model.apply(plain, tokens))
 
 
-@wrappers
 def test_convolution_with_state(wrap, key):
     model = hk.without_apply_rng(hk.transform_with_state(convolution))
     x = jax.random.normal(key, (2, 5, 5, 8))
@@ -108,7 +97,6 @@ def test_convolution_with_state(wrap, key):
     assert_same(found, expected_state)
 
 
-@wrappers
 def test_stack_of_layers(wrap, key):
     model, x = hk.without_apply_rng(hk.transform(stacked)), jax.random.normal(key, (4, 16))
     quantized, plain = twins(model.init(jax.random.key(0), x))

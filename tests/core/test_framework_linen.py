@@ -65,15 +65,6 @@ def twins(variables: Any) -> tuple[Any, Any]:
     return quantized, plain
 
 
-WRAPPERS = {
-    "eager": implicit,
-    "jit outside": lambda f: jax.jit(implicit(f)),
-    "jit inside": lambda f: implicit(jax.jit(f)),
-}
-wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-
-
-@wrappers
 def test_mlp(wrap, key):
     model, x = MLP(), jax.random.normal(key, (4, 16))
     quantized, plain = twins(model.init(jax.random.key(0), x))
@@ -98,7 +89,6 @@ def test_bound_module_in_a_block(key):
     assert_dispatched()
 
 
-@wrappers
 def test_embedding_attention_and_remat(wrap, key):
     model, tokens = Model(), jax.random.randint(key, (2, 6), 0, 24)
     quantized, plain = twins(model.init(jax.random.key(0), tokens))
@@ -106,7 +96,6 @@ def test_embedding_attention_and_remat(wrap, key):
     assert {event.shape for event in dots()} >= {(16, 32), (32, 16)}
 
 
-@wrappers
 def test_convolution_and_mutable_state(wrap, key):
     model, x = Convolution(), jax.random.normal(key, (2, 5, 5, 8))
     quantized, plain = twins(model.init(jax.random.key(0), x))
@@ -117,7 +106,6 @@ def test_convolution_and_mutable_state(wrap, key):
     assert float(jnp.abs(updates["batch_stats"]["BatchNorm_0"]["mean"]).max()) > 0
 
 
-@wrappers
 def test_scan_over_layers(wrap, key):
     model, x = Stack(), jax.random.normal(key, (4, 16))
     quantized, plain = twins(model.init(jax.random.key(0), x))

@@ -10,27 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from eformer.jaximus import implicit
 
-from .toys import Block8, Plain, assert_dispatched, assert_same, dense, forget
+from .toys import Block8, Plain, assert_dispatched, assert_same, forget
 
 
 @pytest.fixture
 def mesh():
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.fixture
-def q(key):
-    return Block8.quantize(jax.random.normal(key, (16, 8)))
-
-
-@pytest.fixture
-def w(q):
-    return jnp.asarray(dense(q))
-
-
-@pytest.fixture
-def x(key):
-    return jax.random.normal(jax.random.fold_in(key, 1), (4, 16))
 
 
 def spec_of(a):

@@ -13,6 +13,7 @@ from eformer.jaximus import materialization_policy
 from .programs import KINDS, OPERATIONS, STACKABLE, TRANSFORMATIONS, Program
 from .toys import assert_same
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 _INDEX = st.integers(0, 8)
 _STEP = st.tuples(st.sampled_from(sorted(OPERATIONS)), _INDEX, _INDEX)
 
@@ -29,15 +30,6 @@ def programs(draw: st.DrawFn) -> Program:
         stack_kind=draw(st.sampled_from(STACKABLE)),
         seed=draw(st.integers(0, 2**16)),
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Hundreds of small programs that run once."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def check(program: Program, expected: jax.Array) -> None:

@@ -16,21 +16,6 @@ from .toys import Block8, Lora, Plain, assert_dispatched, assert_same, dense, do
 
 
 @pytest.fixture
-def q(key):
-    return Block8.quantize(jax.random.normal(key, (16, 8)))
-
-
-@pytest.fixture
-def w(q):
-    return jnp.asarray(dense(q))
-
-
-@pytest.fixture
-def x(key):
-    return jax.random.normal(jax.random.fold_in(key, 1), (4, 16))
-
-
-@pytest.fixture
 def p(key):
     a, b = jax.random.split(key)
     return Plain(jax.random.normal(a, (4, 16)), jax.random.uniform(b, (4, 16)))

@@ -11,27 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from eformer.jaximus import implicit, register
 
-from .toys import Block8, Plain, assert_dispatched, assert_same, dense, forget
-
-
-@pytest.fixture
-def q(key):
-    return Block8.quantize(jax.random.normal(key, (16, 8)))
-
-
-@pytest.fixture
-def w(q):
-    return jnp.asarray(dense(q))
+from .toys import Plain, assert_dispatched, assert_same, forget
 
 
 @pytest.fixture
 def p(key):
     return Plain(jax.random.normal(key, (4, 3)), jnp.full((4, 3), 1.5))
-
-
-@pytest.fixture
-def x(key):
-    return jax.random.normal(jax.random.fold_in(key, 1), (4, 16))
 
 
 # -- custom_jvp --------------------------------------------------------------------------------------------------------

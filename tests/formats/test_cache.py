@@ -63,6 +63,7 @@ def test_zeros(kind: str, bits: float):
     assert cache.bits_per_weight == bits
     assert repr(cache) == f"QuantizedCache(bfloat16[2,16,4,128], {kind}, {bits} bits per weight)"
     np.testing.assert_array_equal(cache.materialize(), np.zeros(cache.shape, jnp.bfloat16))
+    jax.tree.map(np.testing.assert_array_equal, cache, QuantizedCache.quantize(cache.materialize(), kind))
     assert isinstance(cache, ef.QuantizedArray)
 
 

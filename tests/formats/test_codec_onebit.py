@@ -82,17 +82,16 @@ def test_fast_equals_reference(shape, scale, kind):
 @pytest.mark.parametrize("kind", ["ternary", "binary"])
 @pytest.mark.parametrize("scale", ["channel", "tensor"])
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_core_axes_are_independent_of_the_batch(kind, scale, axis):
+def test_matrices_of_a_stack_are_independent(kind, scale, axis):
     w = normal((2, 3, 30, 21), seed=1) * np.arange(1, 7, dtype=np.float32).reshape(2, 3, 1, 1)
-    codes, scales = getattr(codec, kind)(w, axis=axis, scale=scale, core_ndim=2)
+    w[1, 0, 3, 7] = np.nan
+    codes, scales = jax.vmap(jax.vmap(lambda x: getattr(codec, kind)(x, axis=axis, scale=scale)))(w)
     assert scales.shape == ((2, 3, 1, 1) if scale == "tensor" else (2, 3, w.shape[-3 - axis], 1))
     for i in np.ndindex(2, 3):
         one, one_scale = getattr(codec, kind)(w[i], axis=axis, scale=scale)
         assert_same(codes[i], one)
         np.testing.assert_allclose(scales[i], one_scale, rtol=1e-6)
-    batched = jax.vmap(jax.vmap(lambda x: getattr(codec, kind)(x, axis=axis, scale=scale)))(w)
-    assert_same(batched[0], codes)
-    np.testing.assert_allclose(batched[1], scales, rtol=1e-6)
+        assert np.isnan(scales[i]).any() == (i == (1, 0))
 
 
 @pytest.mark.parametrize("kind", ["ternary", "binary"])
@@ -151,14 +150,6 @@ def test_a_value_that_is_not_finite_reaches_the_scale(bad):
     assert np.isnan(codec.binary(w, axis=-2, scale="tensor")[1]).all()
 
 
-def test_nan_stays_in_its_own_core():
-    w = normal((3, 20, 40), seed=6)
-    w[1, 3, 7] = np.nan
-    bad = np.isnan(codec.ternary(w, axis=-2, core_ndim=2)[1])
-    assert bad[1].all()
-    assert not bad[[0, 2]].any()
-
-
 def test_zeros_and_constants():
     zeros, constant = np.zeros((4, 6), np.float32), np.full((4, 6), -2.5, np.float32)
     codes, scale = codec.ternary(zeros, axis=-1)
@@ -192,7 +183,7 @@ def test_f64_has_an_f64_scale():
 
 def test_eval_shape():
     w = jax.ShapeDtypeStruct((5, 130, 7), jnp.bfloat16)
-    packed, scale = jax.eval_shape(lambda x: codec.encode(x, kind="ternary", axis=-2, core_ndim=2), w)
+    packed, scale = jax.eval_shape(lambda x: codec.encode(x, kind="ternary", axis=-2), w)
     assert (packed.shape, packed.dtype, scale.shape, scale.dtype) == ((5, 7, 33), jnp.uint8, (5, 7, 1), jnp.float32)
 
 
@@ -217,8 +208,6 @@ def test_bad_arguments():
         codec.unpack(np.ones((4, 4), np.int8), axis=-1, bits=2, size=16)
     with pytest.raises(ValueError, match="rank 2"):
         codec.ternary(w, axis=-3)
-    with pytest.raises(ValueError, match="rank 1"):
-        codec.binary(w, axis=-2, core_ndim=1)
     with pytest.raises(ValueError, match="'channel', 'tensor', None"):
         codec.ternary(w, axis=-1, scale="row")
     with pytest.raises(ValueError, match="at least 0"):

@@ -115,7 +115,7 @@ REFUSED = {
         CODES.astype(np.int32), np.ones((2, 32), np.uint8), kind="mxfp4"
     ),
     "must be uint8 or float8_e4m3fn": lambda: ef.ArrayFloat.from_codes(np.ones((4, 4)), 1.0, kind="fp8"),
-    "has not the rank of the codes": lambda: ef.ArrayFloat.from_codes(CODES, np.ones(2, np.uint8), kind="mxfp4"),
+    "does not have the rank of the codes": lambda: ef.ArrayFloat.from_codes(CODES, np.ones(2, np.uint8), kind="mxfp4"),
     r"scale \[32, 3\] does not fit codes": lambda: ef.ArrayFloat.from_codes(
         CODES, np.ones((3, 32), np.uint8), kind="mxfp4"
     ),
@@ -133,7 +133,7 @@ REFUSED = {
         jnp.ones((64, 4)), dtype="fp8", block_size=64
     ),
     "quantizes floating-point arrays": lambda: ef.quantize(jnp.ones((4, 4), jnp.int32), dtype="nvfp4"),
-    "are no storage of mxfp4": lambda: ef.ArrayFloat(jnp.asarray(CODES), jnp.ones((2, 32)), kind="mxfp4"),
+    "are not stored mxfp4": lambda: ef.ArrayFloat(jnp.asarray(CODES), jnp.ones((2, 32)), kind="mxfp4"),
     "does not broadcast against codes": lambda: ef.ArrayFloat(jnp.asarray(CODES), jnp.ones((2, 32)), kind="fp8"),
 }
 

@@ -106,6 +106,16 @@ def test_from_codes_is_exact(seed: int, bits: int, kind: str, axis: int) -> None
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(q)))
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_entries_along_the_packed_axis(bits: int) -> None:
+    """Codes of three, five and six bits begin in one byte and may end in the next."""
+    q = ef.ArrayInt.quantize(jax.random.normal(jax.random.key(bits), (3, 40)), bits, 16, axis=-1, symmetric=False)
+    ids = jnp.arange(40)[::-1]
+    with ef.materialization_policy("error"):
+        found = ef.implicit(lambda q: jnp.take(q, ids, axis=1))(q)
+    np.testing.assert_array_equal(found, q.materialize()[:, ids])
+
+
 def test_not_finite_values_stay_in_their_block() -> None:
     for symmetric in (True, False):
         w = random(1, 64)

@@ -126,6 +126,19 @@ def test_factors_that_do_not_fit_are_refused(factor: jax.Array) -> None:
         ScaledArray(ef.quantize(jnp.ones((16, 8)), dtype="int8"), factor)
 
 
+def test_branches_agree_on_the_weight_inside() -> None:
+    """A factor changes what the weight stores; the other branch follows, and nothing becomes dense."""
+    q, x = ef.quantize(jnp.ones((16, 8)), dtype="int8", axis=0, activations="int8"), jnp.ones(16)
+
+    def product(q: Any, factor: jax.Array) -> Any:
+        return x @ jax.lax.cond(factor > 0, lambda q: q * factor, lambda q: q, q)
+
+    with ef.materialization_policy("error"):
+        for factor, expected in ((2.0, 32.0), (-1.0, 16.0)):
+            found = jax.jit(ef.implicit(product))(q, jnp.float32(factor))
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_scales_of_inputs_follow_a_reshape() -> None:
     q = stack("activations")
     with ef.materialization_policy("error"):

@@ -74,6 +74,7 @@ def test_rules_ranks_and_groups():
         path: q.rank for path, q in adapters(add_lora(params, {"*out*": None, "attn*": 2, "*": 3}, key=KEY)).items()
     }
     assert ranks == {"attn/query/kernel": 2, "mlp/kernel": 3, "torch/weight": 3}
+    assert {q.rank for q in adapters(add_lora(params, key=KEY)).values()} == {8}
     assert set(adapters(add_lora(params, ["re:quer", "mlp*"], 2, KEY))) == {"attn/query/kernel", "mlp/kernel"}
     assert "embed/embedding" in adapters(add_lora(params, "*", 2, KEY, skip=("norms", "biases")))
     once = add_lora(params, "mlp*", 2, KEY)

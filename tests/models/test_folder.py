@@ -63,6 +63,11 @@ def test_old_configurations_mean_the_same(case: str):
     assert older != config
 
 
+def test_every_head_has_keys_of_its_own_unless_it_is_said_otherwise():
+    config = {k: v for k, v in folders.GOLDEN["llama 2"]["config"].items() if k != "num_key_value_heads"}
+    assert described(config).config.kv_heads == config["num_attention_heads"]
+
+
 def test_the_language_part_of_a_model_with_pictures(tmp_path: Path):
     plain = load(folders.write(tmp_path / "plain", "gemma 3"))
     tensors = load_file(tmp_path / "plain" / "model.safetensors")

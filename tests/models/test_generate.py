@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eformer.errors import CheckpointError
-from eformer.models import Config, Memory, Model, Sampling, chat_text, forward, generate, init, load, stream
+from eformer.models import Config, Memory, Model, Sampling, _generate, chat_text, forward, generate, init, load, stream
 from eformer.models._generate import chosen
 
 from . import folders
@@ -89,6 +89,15 @@ def test_a_memory_changes_nothing(key: jax.Array):
     other = [8, *prompt[1:]]  # nothing in common
     expected = np.concatenate(list(generate(model, other, 6)))
     assert np.concatenate(list(generate(model, other, 6, memory=memory))).tolist() == expected.tolist()
+
+
+def test_what_is_remembered_is_not_read_again(key: jax.Array, monkeypatch: pytest.MonkeyPatch):
+    begun, read = [], _generate._read
+    monkeypatch.setattr(_generate, "_read", lambda *given: begun.append(int(given[4])) or read(*given))
+    model, memory = Model(CONFIG, init(CONFIG, key)), Memory()
+    for prompt in ([3, 1, 4], [3, 1, 4], [3, 1, 5, 9], [8]):  # of the last token the logits are wanted
+        memory.read(model, prompt, 4)
+    assert begun == [0, 2, 2, 0]
 
 
 def test_a_memory_in_eight_bits(key: jax.Array):

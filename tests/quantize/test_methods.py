@@ -353,6 +353,18 @@ def test_silent_channels_are_rounded_and_few_tokens_damped() -> None:
     np.testing.assert_allclose(nothing.materialize(), w, atol=float(np.abs(np.asarray(nothing.scale)).max()))
 
 
+@pytest.mark.parametrize("method", ["scale", "gptq", "awq"])
+def test_the_size_of_statistics_does_not_matter(method: str) -> None:
+    """Sums of squares may be numbers that float32 has not."""
+    w, stats = problem(7, 32, 8)
+    config = QuantizationConfig("int4", 32, axis=0)
+    expected = encode(w, stats, config, method).materialize()
+    for size in (2.0**-400, 2.0**400):
+        assert stats.moment is not None
+        other = dataclasses.replace(stats, moment=stats.moment * size, diagonal=stats.diagonal * size)
+        np.testing.assert_array_equal(encode(w, other, config, method).materialize(), expected)
+
+
 def test_a_moment_that_is_none_needs_damping_or_is_given_up() -> None:
     w, stats = problem(7, 32, 8)
     config = QuantizationConfig("int4", 32, axis=0)

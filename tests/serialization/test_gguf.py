@@ -70,6 +70,7 @@ def test_metadata(tmp_path, version, alignment):
 
 def test_every_type_loads(path):
     packed, flat = files.load_gguf(path, dtype=jnp.float32), files.load_gguf(path, dense=True)
+    small = files.load_gguf(path, dtype=jnp.bfloat16)
     raw = path.read_bytes()
     for kind, (_, values, nbytes) in BLOCKS.items():
         q, w, info = packed[f"t.{kind}"], flat[f"t.{kind}"], files.open_gguf(path).tensors[f"t.{kind}"]
@@ -81,6 +82,7 @@ def test_every_type_loads(path):
         wanted = DECODERS[kind](stored.reshape(-1, nbytes)).reshape(6, 512)
         assert isinstance(q, ImplicitArray) == (kind in ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "MXFP4")), kind
         assert same_values(np.asarray(w), wanted), kind
+        assert small[f"t.{kind}"].dtype == jnp.bfloat16, kind
         assert same_values(np.asarray(q.materialize() if isinstance(q, ImplicitArray) else q), wanted), kind
     half = files.load_gguf(path, dense=True, dtype=jnp.bfloat16)["t.Q6_K"]
     assert_same(half, flat["t.Q6_K"].astype(jnp.bfloat16))

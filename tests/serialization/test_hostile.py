@@ -68,6 +68,7 @@ SAFETENSORS = {
     "hole": (two([0, 16], [17, 33])[:-1], "lies at bytes 17 to 33"),
     "data nobody describes": (packed({"w": ENTRY}, b"\0" * 17), "has 17 bytes of data, but its tensors describe 16"),
     "metadata of numbers": (packed({"__metadata__": {"a": 1}, "w": ENTRY}), "not a mapping of strings to strings"),
+    "metadata of half a character": (packed({"__metadata__": {"eformer": "\ud800"}, "w": ENTRY}), "broken JSON"),
 }  # fmt: skip
 
 

@@ -171,9 +171,13 @@ def check_result(q: Any) -> None:
 
 def _is_stored_along(q: Any, axis: int) -> bool:
     """Is this axis the same axis of everything that is stored?"""
-    shapes = [leaf.shape for leaf in jtu.tree_leaves(layout(type(q)).get_children(q)) if hasattr(leaf, "shape")]
-    held = all(axis < len(shape) and shape[axis] == q.shape[axis] for shape in shapes)
+    held = all(axis < len(leaf.shape) and leaf.shape[axis] == q.shape[axis] for leaf in stored_arrays(q))
     return axis < q.ndim and held and q.stores_axis_in_place(axis, q.ndim)
+
+
+def stored_arrays(q: Any) -> list[Any]:
+    """What an array stores, without what only stands for an array, such as a spec."""
+    return [leaf for leaf in jtu.tree_leaves(layout(type(q)).get_children(q)) if hasattr(leaf, "shape")]
 
 
 def _leaf_pairs(q: Any, source: Any) -> Iterator[tuple[Any, Any]]:

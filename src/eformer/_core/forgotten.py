@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from eformer import _messages, errors
 from eformer._jax import callers
 
-from .fields import layout
+from .fields import stored_arrays
 from .operators import ArrayOperators
 
 
@@ -36,16 +36,14 @@ def _loops_and_branches(q: Any, frame: FrameType, given: dict[str, Any]) -> None
 
 
 def _gradient(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
-    stored = jtu.tree_leaves(layout(type(q)).get_children(q))
-    types = [leaf.dtype for leaf in stored if hasattr(leaf, "dtype")]
+    types = [leaf.dtype for leaf in stored_arrays(q)]
     if given.get("allow_int") is False and not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in types):
         raise errors.QuantizedGradientError(_messages.GRADIENT_OF_STORED.format(name=type(q).__name__))
 
 
 def _linen(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
     wanted: Any = given.get("abs_value_flat") or ()
-    stored = jtu.tree_leaves(layout(type(q)).get_children(q))
-    differ = any(leaf.shape != want.shape for leaf, want in zip(stored, wanted, strict=False))
+    differ = any(leaf.shape != want.shape for leaf, want in zip(stored_arrays(q), wanted, strict=False))
     if differ and tuple(q.shape) == tuple(wanted[0].shape):  # or it does not fit anyway, and Flax may say so
         param = f"{getattr(given.get('self'), 'path_text', '').rstrip('/')}/{given.get('name')}"
         message = _messages.LINEN_TAKES_APART.format(wanted=tuple(q.shape), param=param, name=type(q).__name__)
@@ -55,7 +53,7 @@ def _linen(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
 def _shard_map(q: Any, frame: FrameType, given: dict[str, Any]) -> None:
     """One spec for all that an array stores, where that cuts other axes than its own or what cannot be cut."""
     spec, parts = callers.split_in_shard_map(q, frame)
-    shapes = [leaf.shape for leaf in jtu.tree_leaves(layout(type(q)).get_children(q)) if hasattr(leaf, "shape")]
+    shapes = [leaf.shape for leaf in stored_arrays(q)]
     for axis, count in parts.items():
         cut = all(axis < len(shape) and shape[axis] % count == 0 for shape in shapes)
         if count > 1 and not (cut and q.stores_axis_in_place(axis, q.ndim)):

@@ -241,11 +241,8 @@ def check_declared_shape(q: Any, made: Any) -> None:
     q.__dict__["_shape"] = None
 
 
-def keep_sharding(q: Any, array: jax.Array) -> Any:
+def keep_sharding(q: Any, array: Any) -> Any:
     """`q` split as the dense array was."""
-    if isinstance(array, traces.Tracer):
-        return q
-    sharding = array.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
-        return q.with_sharding(sharding)
-    return q
+    sharding = array.sharding if traces.is_concrete(array) else None
+    split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
+    return q.with_sharding(sharding) if split else q

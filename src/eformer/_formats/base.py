@@ -33,16 +33,12 @@ def same_scales(*arrays: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds.
-
-    A factor is multiplied into the scale, and into whatever `is_offset`: what is added to the values.
-    """
+    """One stored array: its field, how many trailing axes hold the blocked axis, and how many values one step holds."""
 
     field: str
     tail: int = 0
     unit: int = 1
     is_scale: bool = False
-    is_offset: bool = False
 
 
 class Packed(ImplicitArray, frozen=True):

@@ -70,9 +70,36 @@ def quotient(x: jax.Array, divisor: jax.Array, axis: int) -> jax.Array:
     return x / (jnp.expand_dims(divisor, axis) + 0 * x)
 
 
-def along(x: jax.Array, index: int, axis: int) -> jax.Array:
-    """`x[..., index, ...]` at `axis`."""
-    return lax.index_in_dim(x, index, axis, keepdims=False)
+def packed(codes: jax.Array, at: int, bits: int) -> jax.Array:
+    """Codes along axis `at` in bytes, the first of each byte in its high bits; `bits` divides 8.
+
+    >>> packed(jnp.array([1, 2, 3, 0], jnp.uint8), 0, 4).tolist()
+    [18, 48]
+    """
+    per_byte = 8 // bits
+    fields = codes.reshape(*codes.shape[:at], codes.shape[at] // per_byte, per_byte, *codes.shape[at + 1 :])
+    places = [lax.index_in_dim(fields, place, at + 1, keepdims=False) for place in range(per_byte)]
+    return functools.reduce(lambda byte, field: (byte << bits) | field, places)
+
+
+def unpacked(stored: jax.Array, at: int, bits: int) -> jax.Array:
+    """The codes of `packed`, those of one byte on an axis of their own behind `at`.
+
+    Shifting by an iota keeps this a single elementwise loop without a stack.
+    """
+    if bits == 8:
+        return jnp.expand_dims(stored, at + 1)
+    shape = (*stored.shape[: at + 1], 8 // bits, *stored.shape[at + 1 :])
+    shift = jnp.uint8(8 - bits) - lax.broadcasted_iota(jnp.uint8, shape, at + 1) * jnp.uint8(bits)
+    return (jnp.expand_dims(stored, at + 1) >> shift) & jnp.uint8(2**bits - 1)
+
+
+def codes_at(stored: jax.Array, index: jax.Array, bits: int) -> jax.Array:
+    """The codes at these places of the last axis, (..., index axes...)."""
+    per_byte = 8 // bits
+    byte = jnp.take(stored, index // per_byte, axis=-1)
+    shift = jnp.broadcast_to(8 - bits * (1 + index % per_byte), byte.shape).astype(jnp.uint8)
+    return byte >> shift & jnp.uint8(2**bits - 1)
 
 
 def group_last(x: jax.Array, at: int, inner: int) -> jax.Array:

@@ -26,7 +26,7 @@ from eformer._record import record
 
 from . import shapes as _shapes
 from .base import QuantizedArray
-from .wrapped import is_plain_ragged, register_product
+from .wrapped import axes_of, is_plain_ragged, register_product
 
 switches.append(kernel_switches)
 
@@ -35,8 +35,7 @@ class Plan:
     """The axes of a product, sorted by what happens to them. `q` axes and `x` axes correspond pairwise."""
 
     def __init__(self, x: Any, q: Any, dimension_numbers: Any, q_first: bool):
-        contracting, batch = dimension_numbers
-        (qc, xc), (qb, xb) = (contracting, batch) if q_first else (contracting[::-1], batch[::-1])
+        (qc, xc), (qb, xb) = axes_of(dimension_numbers, q_first)
         self.blocked = _shapes.blocked_axis(q)
         self.batch = list(zip(qb, xb, strict=True))
         self.contracted = list(zip(qc, xc, strict=True))

@@ -166,7 +166,7 @@ def after_reshape(q: Any, new: Sequence[int], groups: Sequence[tuple[Sequence[in
 
 
 def _devices_along(mesh: Any, entry: Any) -> int:
-    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    names = avals.mesh_axes(entry)
     unknown = [n for n in names if n not in mesh.shape]
     if unknown:
         raise ShardingError(f"unknown mesh axes {unknown}; the mesh has {tuple(mesh.shape)}.")

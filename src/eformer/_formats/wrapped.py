@@ -130,6 +130,11 @@ def register_product(function: Product) -> Product:
     return function
 
 
+def axes_of(dimension_numbers: Any, q_first: bool) -> Any:
+    """The axes of a product that are contracted, of q and of x, and those that number matrices, of q and of x."""
+    return tuple(pair if q_first else pair[::-1] for pair in dimension_numbers)
+
+
 def is_plain_ragged(params: dict[str, Any], x_ndim: int, q_ndim: int) -> bool:
     """Rows of x in consecutive groups, each times its own matrix of a stack, as `lax.ragged_dot` does?"""
     numbers = params["ragged_dot_dimension_numbers"]

@@ -109,6 +109,15 @@ def without_manual_sharding(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "out_sharding": None} if manual else params
 
 
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The axes of a mesh that an entry of a PartitionSpec names.
+
+    >>> mesh_axes(None), mesh_axes("x"), mesh_axes(("x", "y"))
+    ((), ('x',), ('x', 'y'))
+    """
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def typed_by_a_mesh(*values: Any) -> bool:
     """Do the types of values speak of a mesh? Otherwise nothing varies, and nothing is sharded explicitly."""
     return not all(jax.typeof(value).sharding.mesh.empty for value in values)

@@ -53,7 +53,6 @@ from jax import lax
 from eformer._jax.avals import zeros_like_in
 
 from . import xla
-from .formats import decode
 from .parameters import ACTIVATIONS, Problem
 
 # Products of codes whose sum is exact: in float32 (127 * 128 * 2**10 < 2**24), in int32.
@@ -167,22 +166,3 @@ def _integer_sums(problem: Problem, x: jax.Array, codes: jax.Array) -> jax.Array
     count, rest = divmod(size, most)
     y = part(count * most, rest) if rest else zeros_like_in((x.shape[0], codes.shape[1 - axis]), total, x)
     return lax.fori_loop(0, count, lambda i, y: y + part(i * most, most), y) if count else y
-
-
-def reference(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array,
-    x_scale: jax.Array | None = None,
-    *,
-    offset: Any = None,
-) -> jax.Array:
-    """The readable twin: decode the weight, multiply the codes of x with it, then scale every row."""
-    dtype = problem.compute_dtype
-    small, factor = rounded(x, x_scale, problem.activations or "")
-    dense = decode(codes, scale, offset, fmt=problem.fmt, cols=problem.cols, dtype=dtype)
-    batch = tuple(range(len(problem.batch)))
-    dims = (((x.ndim - 1,), (x.ndim - 1 if problem.form == "dot" else x.ndim - 2,)), (batch, batch))
-    y = lax.dot_general(small.astype(dtype), dense, dims, precision="highest", preferred_element_type=dtype)
-    return (y * factor[..., None].astype(dtype)).astype(problem.out_dtype)

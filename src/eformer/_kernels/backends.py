@@ -19,6 +19,7 @@ from .parameters import product_problem
 from .select import choose, default_platform, nf4_use_kernel
 
 LIBRARIES = (cpu.LIBRARY, cuda.LIBRARY)
+COLUMNS = ("platform", "state", "instructions", "file")
 # What names the instruction set or architecture that is used on this machine.
 INSTRUCTIONS: dict[str, Callable[[], str]] = {
     "cpu": cpu.isa_name,
@@ -60,11 +61,14 @@ class Kernels:
 
     states: tuple[dict[str, Any], ...]
 
-    def __str__(self) -> str:
-        cells = [
+    def rows(self) -> list[list[str]]:
+        """The cells of the table."""
+        return [
             [str(state[key] or "-") for key in ("backend", "state", "instructions", "path")] for state in self.states
         ]
-        return "\n".join(_table.lines(("platform", "state", "instructions", "file"), cells))
+
+    def __str__(self) -> str:
+        return "\n".join(_table.lines(COLUMNS, self.rows()))
 
     __repr__ = __str__
 

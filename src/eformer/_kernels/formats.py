@@ -263,6 +263,18 @@ def with_batch_of(codes: jax.Array, scale: jax.Array | None, fmt: str) -> jax.Ar
     return jnp.broadcast_to(scale, (*batch, *scale.shape[-2:]))
 
 
+def entries(table: np.ndarray, codes: jax.Array, dtype: Any, shift: int = 0) -> jax.Array:
+    """Entries of a table of 16 for the four bits of the codes above `shift`.
+
+    Four levels of selects: XLA vectorizes them on the CPU, while an indexed load per value becomes scalar code.
+    """
+    values: list[Any] = list(table.astype(dtype))
+    for bit in range(4):
+        is_set = (codes & np.uint8(1 << (bit + shift))) != 0
+        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
 def unpack(codes: jax.Array, fmt: str) -> jax.Array:
     """Separate packed codes along the last axis."""
     row = FORMATS[fmt]

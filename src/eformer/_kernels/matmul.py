@@ -230,6 +230,17 @@ def reference(
     return y.astype(problem.out_dtype)
 
 
+def _rounding_reference(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array, x_scale: Any = None, *, offset: Any = None
+) -> jax.Array:
+    """The readable twin of those that round x: the product of its codes, then the scale of every row."""
+    dtype = problem.compute_dtype
+    small, factor = activations.rounded(x, x_scale, problem.activations or "")
+    plain = problem.replace(activations=None, backward=None, out_dtype=dtype, precision="highest")
+    y = reference(plain, small.astype(dtype), codes, scale, offset=offset)
+    return (y * factor[..., None].astype(dtype)).astype(problem.out_dtype)
+
+
 def _rounding_x(problem: Problem, *operands: Any) -> jax.Array:
     return activations.qmatmul(PRODUCT.compute, problem, *operands)
 
@@ -280,9 +291,7 @@ PRODUCT = Operation(
         ),
         Candidate("native_cpu", "native", cpu.refuses_floats, _one_matrix_at_a_time(_as_floats), rounds_x=True),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
-        Candidate(
-            "reference", "reference", anything, activations.reference, rounds_x=True, takes_offsets=always
-        ),
+        Candidate("reference", "reference", anything, _rounding_reference, rounds_x=True, takes_offsets=always),
     ),
     batch=_batch,
     split=split_product,

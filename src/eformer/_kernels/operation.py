@@ -1,8 +1,8 @@
 """An operation of the compute layer, declared once: everything JAX has to know of its primitive.
 
-A product, a grouped product, a lookup and the NF4 encoder are four declarations. The operands of a primitive end with
-the scale, which is left out where there is none; behind it there may be an offset, and the scale of x. Implementations
-take them in the same order, but for the offset, which has a name: `offset=`.
+Products, grouped products, lookups, attention and the NF4 encoder are declarations. The operands of the first three end
+with the scale, which is left out where there is none; behind it there may be an offset, and the scale of x.
+Implementations take them in the same order, but for the offset, which has a name: `offset=`.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _entries(sharding: Any, ndim: int) -> tuple[Any, ...]:
 
 def _unused(entry: Any, used: set[str]) -> Any:
     """An axis can split one dimension only: the first one keeps it."""
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    axes = avals.mesh_axes(entry)
     if used.intersection(axes):
         return None
     used.update(axes)

@@ -123,6 +123,16 @@ class Problem(Parameters):
         return wide if wide in (self.x_dtype, self.out_dtype) else np.dtype(np.float32)
 
     @property
+    def outs(self) -> int:
+        """Results of one row of x."""
+        return self.rows if self.form == "dot" else self.cols
+
+    @property
+    def deep(self) -> int:
+        """How many products are summed up for each."""
+        return self.cols if self.form == "dot" else self.rows
+
+    @property
     def is_empty(self) -> bool:
         return 0 in (*self.batch, self.m, self.rows, self.cols)
 

@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from eformer._jax.avals import mesh_axes
+
 from .activations import largest_magnitude, row_scale
 from .parameters import Problem, problem_of
 
@@ -156,7 +158,7 @@ def _spec(labels: Sequence[str], plan: Plan, more: Sequence[Axes] | None = None)
 def _axes(shaped: Any) -> list[Axes]:
     """Mesh axes of every dimension; none where the sharding has no names."""
     spec = getattr(getattr(shaped, "sharding", None), "spec", None) or ()
-    named = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+    named = [mesh_axes(entry) for entry in spec]
     return named + [()] * (len(shaped.shape) - len(named))
 
 

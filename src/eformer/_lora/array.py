@@ -15,7 +15,7 @@ from eformer._core.trace import is_implicit
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import common, wide
 from eformer._formats.lookup import without_whole_axes
-from eformer._formats.wrapped import Axes, Wrapped, is_plain_ragged, on_weight, register_product
+from eformer._formats.wrapped import Axes, Wrapped, axes_of, is_plain_ragged, on_weight, register_product
 
 
 @dataclasses.dataclass
@@ -152,8 +152,7 @@ def labels(x_ndim: int, q: LoraArray, q_first: bool, numbers: Any) -> tuple[Any,
 
     Those of x, both factors and theirs (the one that holds contracted axes first), and those of the result.
     """
-    contracting, batching = numbers
-    (qc, xc), (qb, xb) = (contracting, batching) if q_first else (contracting[::-1], batching[::-1])
+    (qc, xc), (qb, xb) = axes_of(numbers, q_first)
     rank = q.ndim
     shared = {**dict(zip(xc, qc, strict=True)), **dict(zip(xb, qb, strict=True))}
     x = [shared.get(axis, rank + 1 + axis) for axis in range(x_ndim)]

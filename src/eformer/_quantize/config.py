@@ -13,8 +13,8 @@ import jax
 
 from eformer._core import materialize, ste
 from eformer._formats.activations.array import ActivationArray
-from eformer._formats.arguments import as_index
-from eformer._jax import avals, traces
+from eformer._formats.arguments import as_index, keep_sharding
+from eformer._jax import avals
 from eformer._messages import called_otherwise, refuse_other_names, shown
 from eformer.errors import ShardingError
 
@@ -296,7 +296,7 @@ def options_in_rules(function: F) -> F:
         if wrong:
             choice = repr(wrong["dtype"]) if wrong.keys() == {"dtype"} else repr({"dtype": "nf4", **wrong})
             raise TypeError(
-                f"{', '.join(wrong)}= is no argument here: formats and their options are in the rules. Write "
+                f"{', '.join(wrong)}= is not an argument here: formats and their options go into the rules. Write "
                 f'rules={{"*": {choice}}}, or default={choice} for leaves that no rule matches.'
             )
         return function(*args, **kwargs)
@@ -322,9 +322,7 @@ def quantize_stack(array: Any, config: QuantizationConfig, batch: int, statistic
     for _ in range(batch):
         run = jax.vmap(run)
     made = run(array)
-    sharding = None if isinstance(array, traces.Tracer) else getattr(array, "sharding", None)
-    split = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1
-    return made.with_sharding(sharding) if split and hasattr(made, "with_sharding") else made
+    return keep_sharding(made, array) if hasattr(made, "with_sharding") else made
 
 
 def config_of(q: Any) -> QuantizationConfig | None:

@@ -51,11 +51,7 @@ class LeafStatistics:
     def __post_init__(self) -> None:
         for name in ("shape", "axes", "stack"):
             object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
-        lead, k = self.stack_sizes, self.channels
-        wanted = {"moment": (*lead, k, k), "diagonal": (*lead, k), "absmax": (*lead, k), "count": lead}
-        for name, shape in wanted.items():
-            if name == "moment" and self.moment is None:
-                continue
+        for name, shape in _described(self).shapes().items():
             found = np.shape(getattr(self, name))
             if found != shape:
                 raise CalibrationError(

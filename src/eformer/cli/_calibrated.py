@@ -36,7 +36,7 @@ def write_calibrated(
     begun = time.perf_counter()
     model = load(options.source, dense=True)
     if model.tokenizer is None:
-        raise Failure(f"{options.source}: --calibrate reads a text, and there is no tokenizer that can be used.")
+        raise Failure(f"{options.source}: --calibrate needs a tokenizer to read the text, and none can be loaded.")
     statistics = calibrate(functools.partial(forward, model.config), model.params, _batches(options, model))
     names, decided = file_names(model), {".".join(d.leaf.names): d for d in planned.decisions}
     dense = {leaf.path: nbytes_of(leaf.value) for leaf in open_tree(model.params).leaves}

@@ -107,6 +107,21 @@ def version(name: str) -> str:
         return "not installed"
 
 
+def numbers(option: str, text: str) -> list[int]:
+    """A list of whole numbers of the command line, each at least 1."""
+    if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
+        raise WrongUse(f"{option} {text!r} is not a list of whole numbers from 1 on, such as 1,4,16.")
+    return [int(part) for part in text.split(",")]
+
+
+def names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """A list of names of the command line."""
+    given = text.split(",")
+    if unknown := [name for name in given if name not in allowed]:
+        raise WrongUse(f"{option} names {unknown[0]!r}; allowed are {', '.join(allowed)}.")
+    return given
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

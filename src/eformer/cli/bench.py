@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from eformer._core import explain, implicit
 from eformer.ops.quantization import QuantizationType, quantize
 
-from ._commands import OK, WrongUse, add_json, print_json, print_table
+from ._commands import OK, WrongUse, add_json, names, numbers, print_json, print_table
 
 FORMATS = tuple(map(str, QuantizationType))
 _DEFAULT = "nf4,int4,int8,ternary,binary"
@@ -36,15 +36,9 @@ def run(options: argparse.Namespace) -> int:
     """Time every format and print the table."""
     if not (size := re.fullmatch(r"(\d+)x(\d+)", options.size)) or "0" in size.groups():
         raise WrongUse(f"--size {options.size!r} is not of the form 4096x14336.")
-    try:
-        rows = [int(m) for m in options.rows.split(",")]
-    except ValueError as err:
-        raise WrongUse(f"--rows {options.rows!r} is not a list of numbers such as 1,4,16.") from err
-    formats = options.formats.split(",")
-    if unknown := [name for name in formats if name not in FORMATS]:
-        raise WrongUse(f"--formats names {unknown[0]!r}; allowed are {', '.join(FORMATS)}.")
-    if options.rounds < 1 or min(rows) < 1:
-        raise WrongUse(f"--rounds {options.rounds} and --rows {options.rows} must be 1 or more.")
+    rows, formats = numbers("--rows", options.rows), names("--formats", options.formats, FORMATS)
+    if options.rounds < 1:
+        raise WrongUse(f"--rounds {options.rounds} must be 1 or more.")
     k, n = map(int, size.groups())
     found = {
         "platform": jax.default_backend(),

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._kernels import explain, qmatmul
+from eformer._kernels.backends import COLUMNS, Kernels, kernels
 from eformer._kernels.formats import FORMATS, decode
 from eformer._kernels.parameters import FORMS, product_problem
 from eformer._kernels.select import default_platform
-from eformer.ops.quantization.kernels import kernels
 
 from . import bench
 from ._commands import FAILED, OK, add_json, print_json, print_table, version
@@ -99,11 +99,7 @@ def timings(size: int = SIZE, rounds: int = 9) -> list[dict[str, Any]]:
 def show(found: dict[str, Any]) -> None:
     facts = {**found["versions"], **found["machine"], "devices": ", ".join(found["machine"]["devices"])}
     print_table("installation", ["what", "value"], [[name, str(value)] for name, value in facts.items()])
-    print_table(
-        "native kernels",
-        ["platform", "state", "instructions", "file"],
-        [[k["backend"], k["state"], k["instructions"] or "-", k["path"] or "-"] for k in found["kernels"]],
-    )
+    print_table("native kernels", COLUMNS, Kernels(found["kernels"]).rows())
     verdict = {True: "ok", False: "WRONG"}
     print_table(
         "self-check (largest error / largest value, against float64)",

@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from eformer._jax.avals import mesh_axes
 from eformer._quantize.leaves import Role, named_leaf, nbytes_of, roles_of
 from eformer._quantize.report import COLUMNS, Report
 from eformer._quantize.report import report as report_of
@@ -203,7 +204,7 @@ def _placed(name: str, value: Any, role: Role, mesh: AbstractMesh, spec: Partiti
         raise CheckpointError(err.what, tensor=name, fix=err.fix) from err
     parts = list(zip(jtu.tree_leaves(value), specs, strict=True))
     per_device = sum(nbytes_of(part) // _shares(s, mesh) for part, s in parts)
-    text = ", ".join("-" if e is None else e if isinstance(e, str) else "+".join(e) for e in spec) or "-"
+    text = ", ".join("+".join(mesh_axes(entry)) or "-" for entry in spec) or "-"
     return Placed(
         name, text, sum(nbytes_of(part) for part, _ in parts), per_device, _summed(value, role, mesh, spec), note
     )
@@ -211,8 +212,7 @@ def _placed(name: str, value: Any, role: Role, mesh: AbstractMesh, spec: Partiti
 
 def _shares(spec: PartitionSpec, mesh: AbstractMesh) -> int:
     """Into how many parts a spec splits an array."""
-    names = [n for e in spec if e is not None for n in ((e,) if isinstance(e, str) else e)]
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for entry in spec for name in mesh_axes(entry))
 
 
 def _summed(value: Any, role: Role, mesh: AbstractMesh, spec: PartitionSpec) -> int:

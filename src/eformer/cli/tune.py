@@ -22,7 +22,7 @@ from eformer._kernels.cuda import tuning, ways
 from eformer._kernels.formats import FORMATS
 from eformer._kernels.parameters import FORMS, Problem, product_problem
 
-from ._commands import OK, Failure, WrongUse, print_table
+from ._commands import OK, Failure, names, numbers, print_table
 
 # Rows and columns of stored matrices, and rows of x.
 SHAPES = (
@@ -48,16 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write what is the quickest. The file is written after every shape."""
-    formats = options.formats.split(",")
-    if unknown := [name for name in formats if name not in KINDS]:
-        raise WrongUse(f"--formats names {unknown[0]!r}; allowed are {', '.join(KINDS)}.")
-    try:
-        rows = [int(m) for m in options.rows.split(",")]
-    except ValueError as err:
-        raise WrongUse(f"--rows {options.rows!r} is not a list of numbers such as 1,16,256.") from err
+    formats, rows = names("--formats", options.formats, KINDS), numbers("--rows", options.rows)
     why = "there is no GPU here" if jax.default_backend() != "gpu" else cuda.refuses_machine("cuda")
     if why:
-        raise Failure(f"it measures CUDA kernels, and {why}.")
+        raise Failure(f"CUDA kernels cannot be measured: {why}.")
     device = jax.devices()[0]
     about = {
         "date": str(datetime.date.today()),
@@ -111,8 +105,7 @@ def time_of_ways(problems: list[Problem]) -> list[ways.Times]:
     def program(job: tuple[Problem, str]) -> Any:
         problem, way = job
         stored = made[_storage(problem)][: _count(problem)]
-        deep = problem.cols if problem.form == "dot" else problem.rows
-        x = jax.random.normal(jax.random.key(1), (problem.m, deep), jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(1), (problem.m, problem.deep), jnp.bfloat16)
 
         def products(x: Any, stored: Any) -> Any:
             ys = [cuda.qmatmul(problem, x, codes, scale, way=way) for codes, scale in stored]

@@ -47,7 +47,8 @@ def load(
         progress: as for `quantize_tree`, after each tensor.
     """
     if is_folder(path):
-        model = load_folder(path, dense=dense, dtype=dtype, progress=progress)
+        with reporter(progress, "loading") as tell:
+            model = _of_folder(Path(path), dense, dtype, tell)
     else:
         try:
             opened = open_checkpoint(path)
@@ -81,20 +82,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def load_folder(
-    path: str | os.PathLike[str],
-    *,
-    dense: bool = False,
-    dtype: Any = None,
-    progress: Reporter | bool | None = False,
-) -> Model:
-    """The model in a folder; arguments as for `load`."""
-    folder = Path(path)
+def _of_folder(folder: Path, dense: bool, dtype: Any, tell: Reporter) -> Model:
     given = read_json(folder / "config.json")
     about = described(given, folder / "config.json")
-    opened = open_checkpoint(folder)
-    with reporter(progress, "loading") as tell:
-        params = _Reading(opened, about, dense, dtype, tell).params()
+    params = _Reading(open_checkpoint(folder), about, dense, dtype, tell).params()
     extra, words = read_json(folder / "generation_config.json"), read_json(folder / "tokenizer_config.json")
     ends = extra.get("eos_token_id", given.get("eos_token_id", given.get("text_config", {}).get("eos_token_id")))
     special = {k: v.get("content", "") if isinstance(v, dict) else v for k, v in words.items() if k.endswith("_token")}
@@ -135,7 +126,7 @@ class _Reading:
     def __post_init__(self) -> None:
         tables = [name for name in self.opened if name.endswith("embed_tokens.weight")]
         if len(tables) != 1:
-            raise self.wrong("embed_tokens.weight", f"is there {len(tables)} times; a language model has it once.")
+            raise self.wrong("embed_tokens.weight", f"appears {len(tables)} times; a language model has it once.")
         self.prefix = tables[0].removesuffix("embed_tokens.weight")
         self.left = {name for name in self.opened if name.startswith(self.prefix) and not _IGNORED.search(name)}
         self.heads = [name for name in self.opened if name.endswith("lm_head.weight")]
@@ -158,7 +149,7 @@ class _Reading:
             params["head"] = self.read(self.heads[0], (config.vocabulary, config.width), turned=True)
         unused = sorted(self.left)
         if unused:
-            raise self.wrong(unused[0], f"is not part of the model that config.json describes (of {len(unused)} such).")
+            raise self.wrong(unused[0], f"is not part of the model that config.json describes (one of {len(unused)}).")
         return params
 
     def layer(self, at: str) -> dict[str, Any]:

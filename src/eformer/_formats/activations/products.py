@@ -17,7 +17,7 @@ from eformer._kernels.activations import round_by
 from .. import dot as _dot
 from ..base import QuantizedArray
 from ..blocks import wide
-from ..wrapped import is_plain_ragged, register_product
+from ..wrapped import axes_of, is_plain_ragged, register_product
 from .array import ActivationArray
 from .stochastic import with_rounded_gradient
 
@@ -25,17 +25,16 @@ from .stochastic import with_rounded_gradient
 @register_product
 def product(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, params: dict[str, Any]) -> Any:
     _check(x, q)
-    contracting, batching = params["dimension_numbers"]
-    axes, batch = (pair[::-1] if q_first else pair for pair in (contracting, batching))  # of x, then of q
-    x_scale = _static_scale(x, q, axes[0], batch)
+    (_, xc), (qb, xb) = axes_of(params["dimension_numbers"], q_first)
+    x_scale = _static_scale(x, q, xc, xb, qb)
     y: Any = NotImplemented
     if isinstance(q.w, QuantizedArray) and not q.w.carries_factor and 0 not in (*x.shape, *q.shape):
         rounding = {**_settings(q), "x_scale": x_scale}
         y = _dot.multiply(primitive, x, q.w, q_first, params, **rounding)
     if y is NotImplemented:
         y = _around(primitive, x, q, q_first, params, x_scale)
-    kept = [a for a in range(x.ndim) if a not in (*axes[0], *batch[0])]
-    rows = range(len(batch[0])) if q_first else range(len(batch[0]) + len(kept))
+    kept = [a for a in range(x.ndim) if a not in (*xc, *xb)]
+    rows = range(len(xb)) if q_first else range(len(xb) + len(kept))
     outputs = [i for i in range(y.ndim) if i not in rows and not (q_first and i >= y.ndim - len(kept))]
     return with_rounded_gradient(y, q, outputs)
 
@@ -53,11 +52,12 @@ def _check(x: jax.Array, q: ActivationArray) -> None:
         )
 
 
-def _static_scale(x: jax.Array, q: ActivationArray, contracted: Sequence[int], batch: Any) -> Any:
+def _static_scale(
+    x: jax.Array, q: ActivationArray, contracted: Sequence[int], x_axes: Sequence[int], q_axes: Sequence[int]
+) -> Any:
     """`x_scale` with the axes of x, those that are contracted of size 1; the largest, where a row meets several."""
     if q.x_scale is None:
         return None
-    x_axes, q_axes = batch
     others = tuple(a for a in range(q.ndim) if a not in q_axes)
     scale = lax.transpose(q.x_scale.max(others, keepdims=True), [*q_axes, *others])
     shape = [1] * x.ndim
@@ -70,17 +70,14 @@ def _static_scale(x: jax.Array, q: ActivationArray, contracted: Sequence[int], b
 
 def _around(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, params: Any, x_scale: Any) -> jax.Array:
     """The codes of x times the weight, by whatever the weight does in products, then the scales of rows."""
-    contracting, batching = params["dimension_numbers"]
-    axes, batch = (pair[::-1] if q_first else pair for pair in (contracting, batching))
-    kept = [a for a in range(x.ndim) if a not in (*axes[0], *batch[0])]
-    new = q.ndim - len(axes[1]) - len(batch[1])
+    (qc, xc), (qb, xb) = axes_of(params["dimension_numbers"], q_first)
+    kept = [a for a in range(x.ndim) if a not in (*xc, *xb)]
+    new = q.ndim - len(qc) - len(qb)
 
     def of_rows(factor: jax.Array) -> jax.Array:
         """(axes of x) -> the axes of the result."""
-        moved = lax.squeeze(
-            lax.transpose(factor, [*batch[0], *kept, *axes[0]]), range(len(batch[0]) + len(kept), x.ndim)
-        )
-        first = len(batch[0]) if q_first else moved.ndim
+        moved = lax.squeeze(lax.transpose(factor, [*xb, *kept, *xc]), range(len(xb) + len(kept), x.ndim))
+        first = len(xb) if q_first else moved.ndim
         return lax.expand_dims(moved, range(first, first + new))
 
     def product(x: Any, w: Any, out: Any) -> jax.Array:
@@ -89,7 +86,7 @@ def _around(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, par
         return implicit(lambda a, b: default_handler(primitive, a, b, **changed))(*operands)
 
     out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
-    return straight_through(product, of_rows, x, q, tuple(axes[0]), x_scale, out)
+    return straight_through(product, of_rows, x, q, tuple(xc), x_scale, out)
 
 
 def straight_through(

@@ -16,6 +16,7 @@ from eformer._kernels.formats import FORMATS, one_of
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
+from ..blocks import codes_at
 from ..gradients import frozen
 from . import codec
 
@@ -136,7 +137,7 @@ class ArrayFloat(QuantizedArray):
         return None if self.tensor_scale is None else jnp.ones_like(self.tensor_scale)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Any:
-        """In f32, since a scale of the format times a number is none."""
+        """In f32, since a scale of the format times a number need not be one."""
         return QuantizedArray.scaled(self.with_plain_scale(), factor.astype(jnp.float32), dtype, traced=traced)
 
     def with_plain_scale(self) -> ArrayFloat:
@@ -158,10 +159,7 @@ class ArrayFloat(QuantizedArray):
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
-        flat = self.codes.reshape(*self.codes.shape[:-2], -1)
-        codes = jnp.take(flat, index // self.row.per_byte, axis=-1)
-        if self.row.per_byte == 2:
-            codes = codes >> jnp.broadcast_to(4 * (1 - index % 2), codes.shape).astype(jnp.uint8) & 15
+        codes = codes_at(self.codes.reshape(*self.codes.shape[:-2], -1), index, 8 // self.row.per_byte)
         scale = jnp.take(self.frozen_scale(), index // (self.row.block or codec.TILE), axis=-1)
         return codec.decode(codes, scale, element=self.row.element, axis=None, size=0, dtype=jnp.float32)
 
@@ -223,7 +221,7 @@ class ArrayFloat(QuantizedArray):
         if row.block is None and scale.ndim == 0:
             scale = scale.reshape((1,) * codes.ndim)
         if scale.ndim != codes.ndim:
-            raise ValueError(f"a scale {list(scale.shape)} has not the rank of the codes, {list(codes.shape)}.")
+            raise ValueError(f"a scale {list(scale.shape)} does not have the rank of the codes, {list(codes.shape)}.")
         if tensor_scale is not None:
             tensor_scale = jnp.asarray(tensor_scale)
             tensor_scale = tensor_scale.reshape(*tensor_scale.shape, *[1] * (codes.ndim - tensor_scale.ndim))
@@ -278,7 +276,7 @@ def _check_storage(q: ArrayFloat) -> None:
     block = row.block or codec.TILE
     if codes.ndim < 2 or codes.shape[-1] * row.per_byte != block:
         raise ValueError(
-            f"codes {list(codes.shape)} are no storage of {q.kind}: (..., blocks, {block // row.per_byte}). "
+            f"codes {list(codes.shape)} are not stored {q.kind}, which is (..., blocks, {block // row.per_byte}). "
             "ArrayFloat.from_codes takes codes in the logical shape."
         )
     *free, blocks = codes.shape[:-1]

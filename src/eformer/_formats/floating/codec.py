@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from eformer._formats import arguments as _arguments
 from eformer._formats import blocks as _blocks
-from eformer._kernels.formats import FORMATS, IQ4_NL_CODEBOOK
+from eformer._kernels.formats import FORMATS, IQ4_NL_CODEBOOK, entries
 
 TILE = 128  # values, in both directions, that share a scale of `fp8` in blocks
 _TINY = np.finfo(np.float32).tiny
@@ -110,16 +110,12 @@ def decode(
     >>> decode(packed, jnp.array([2.0]), element="fp4", axis=-1, size=4, dtype=jnp.float32).tolist()
     [0.0, 1.0, 12.0, -12.0]
     """
-    row = FORMATS[element]
     if axis is None:
         return _times(element_values(codes, element), scale).astype(dtype)
     at = codes.ndim - 1 + axis
     codes = _blocks.group_at(codes, at, 1)
-    if row.per_code == 2:
-        pair = codes.shape[: at + 2] + (2,) + codes.shape[at + 2 :]
-        shift = (1 - lax.broadcasted_iota(jnp.uint8, pair, at + 2)) * jnp.uint8(4)
-        codes = (jnp.expand_dims(codes, at + 2) >> shift) & jnp.uint8(15)
-        codes = codes.reshape(*codes.shape[: at + 1], 2 * codes.shape[at + 1], *codes.shape[at + 3 :])
+    codes = _blocks.unpacked(codes, at + 1, FORMATS[element].bits)
+    codes = codes.reshape(*codes.shape[: at + 1], codes.shape[at + 1] * codes.shape[at + 2], *codes.shape[at + 3 :])
     values = element_values(codes, element)
     values = _times(values, jnp.expand_dims(_blocks.group_at(scale, at, 0), at + 1)).astype(dtype)
     dense = values.reshape(*values.shape[:at], values.shape[at] * values.shape[at + 1], *values.shape[at + 2 :])
@@ -127,15 +123,9 @@ def decode(
 
 
 def element_values(codes: jax.Array, element: str) -> jax.Array:
-    """What separate codes stand for, in f32: entries of a table by a tree of selects, which vectorizes."""
+    """What separate codes stand for, in f32."""
     row = FORMATS[element]
-    if row.table is None:
-        return row.values(codes, jnp.float32)
-    options = [jnp.float32(value) for value in row.table]
-    for level in range(4):
-        bit = (codes & jnp.uint8(1 << level)) != 0
-        options = [jnp.where(bit, high, low) for low, high in zip(options[::2], options[1::2], strict=True)]
-    return options[0]
+    return row.values(codes, jnp.float32) if row.table is None else entries(row.table, codes, jnp.float32)
 
 
 def _times(values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -152,16 +142,8 @@ def _times(values: jax.Array, scale: jax.Array) -> jax.Array:
 def pack(codes: jax.Array, *, axis: int, block: int, per_byte: int) -> jax.Array:
     """Codes of the logical shape as storage `(free axes..., blocks, block / per_byte)`, padded with zeros."""
     at = codes.ndim + axis
-    joined = _blocks.joined([_paired(piece, at + 1, per_byte) for piece in _blocks.grouped(codes, axis, block)], at)
-    return _blocks.group_last(joined, at, 1)
-
-
-def _paired(codes: jax.Array, at: int, per_byte: int) -> jax.Array:
-    """Two codes a byte along axis `at`, the first one high."""
-    if per_byte == 1:
-        return codes
-    pairs = codes.reshape(*codes.shape[:at], codes.shape[at] // 2, 2, *codes.shape[at + 1 :])
-    return (_blocks.along(pairs, 0, at + 1) << 4) | _blocks.along(pairs, 1, at + 1)
+    pieces = [_blocks.packed(piece, at + 1, 8 // per_byte) for piece in _blocks.grouped(codes, axis, block)]
+    return _blocks.group_last(_blocks.joined(pieces, at), at, 1)
 
 
 # -- encoding ----------------------------------------------------------------------------------------------------------
@@ -209,7 +191,7 @@ def _encode_blocks(blocks: jax.Array, absmax: jax.Array, whole: Any, row: Kind, 
     else:
         scale = jnp.where(finite, _searched(blocks, jnp.where(finite, absmax, 0), at), jnp.nan).astype(jnp.float16)
         scaled = _unscaled(blocks, jnp.where(finite, scale, 0).astype(jnp.float32), at + 1)
-    return _paired(nearest(scaled, row), at + 1, row.per_byte), scale
+    return _blocks.packed(nearest(scaled, row), at + 1, 8 // row.per_byte), scale
 
 
 def _unscaled(values: jax.Array, scale: jax.Array, at: int) -> jax.Array:

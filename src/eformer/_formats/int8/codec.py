@@ -59,7 +59,7 @@ def decode(weight: jax.Array, scale: jax.Array, *, dtype: DTypeLike) -> jax.Arra
 
 
 def matmul_bf16_int8_weight_only(lhs_bf16: jax.Array, rhs_q_int8: jax.Array, rhs_scale: jax.Array) -> jax.Array:
-    """`lhs @ (rhs_q * rhs_scale)` in bf16, accumulated in f32.
+    """`lhs_bf16 @ (rhs_q_int8 * rhs_scale)` in bf16, accumulated in f32.
 
     The scale goes where it costs least: per column `(1, N)` onto the result, per row `(K, 1)` onto the left operand,
     anything else onto the decoded weights.

@@ -67,9 +67,8 @@ class ArrayInt(QuantizedArray):
 
     @property
     def parts(self) -> tuple[Part, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        scale = Part("scale", 1, self.block_size, is_scale=True)
-        bias = Part("bias", 1, self.block_size, is_offset=True)
-        return Part("packed", 2, self.block_size), scale, Part("zero", 1, self.block_size), bias
+        packed, scale = Part("packed", 2, self.block_size), Part("scale", 1, self.block_size, is_scale=True)
+        return packed, scale, Part("zero", 1, self.block_size), Part("bias", 1, self.block_size)
 
     @property
     def kernel_format(self) -> str:
@@ -124,7 +123,7 @@ class ArrayInt(QuantizedArray):
         return jnp.moveaxis(flat[..., : self.shape[self.blocked]], -1, self.blocked)
 
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayInt:
-        """In f32 or wider, since the product of two f16 numbers is none; a change of sign is exact in any dtype."""
+        """In f32 or wider, since the product of two f16 numbers need not be one; a change of sign is exact."""
         flips = isinstance(factor, np.ndarray) and bool(np.all(np.abs(factor) == 1))
         held = {
             name: array for name, array in (("scale", self.scale), ("bias", self._frozen_bias())) if array is not None

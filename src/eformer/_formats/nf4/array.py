@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from eformer._core import ImplicitArray, aux_field, ste
 
 from .. import arguments as _arguments
+from .. import blocks as _blocks
 from ..base import Part, QuantizedArray
 from . import codec
 
@@ -111,9 +112,7 @@ class ArrayNF4(QuantizedArray):
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
-        packed = self.packed.reshape(*self.packed.shape[:-2], -1)
-        taken = jnp.take(packed, index // 2, axis=-1)
-        codes = taken >> jnp.broadcast_to(4 * (1 - index % 2), taken.shape).astype(jnp.uint8) & 15
+        codes = _blocks.codes_at(self.packed.reshape(*self.packed.shape[:-2], -1), index, 4)
         absmax = jnp.take(self.frozen_scale(), index // self.block_size, axis=-1)
         return codec.values(codes) * absmax
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from eformer._formats import blocks as _blocks
 from eformer._jax import avals
 from eformer._kernels.encode import nf4_encoder
 from eformer._kernels.formats import NF4_CODEBOOK as CODEBOOK
+from eformer._kernels.formats import entries
 
 THRESHOLDS: np.ndarray = (CODEBOOK[:-1] + CODEBOOK[1:]) / np.float32(2)
 
@@ -76,10 +78,7 @@ def decode(packed: jax.Array, absmax: jax.Array, *, axis: int, size: int, dtype:
     """
     at, block_size = _check_storage(packed, absmax, axis, size)
     codes = _blocks.group_at(packed, at, 1)
-    pair = codes.shape[: at + 2] + (2,) + codes.shape[at + 2 :]
-    # One byte feeds two rows: shifting by an iota keeps this a single elementwise loop without a stack.
-    shift = (1 - lax.broadcasted_iota(jnp.uint8, pair, at + 2)) * jnp.uint8(4)
-    decoded = values((jnp.expand_dims(codes, at + 2) >> shift) & jnp.uint8(15))
+    decoded = values(_blocks.unpacked(codes, at + 1, 4))
     decoded = decoded * jnp.expand_dims(_blocks.group_at(absmax, at, 0), (at + 1, at + 2))
     blocks = codes.shape[at]
     dense = decoded.astype(dtype).reshape(codes.shape[:at] + (blocks * block_size,) + codes.shape[at + 2 :])
@@ -88,15 +87,12 @@ def decode(packed: jax.Array, absmax: jax.Array, *, axis: int, size: int, dtype:
 
 def _encode_blocks(blocks: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
     """Encode `lead + (blocks, block_size) + trail`, the blocks being at axis `at`; keeps that layout."""
-    lead, trail = blocks.shape[: at + 1], blocks.shape[at + 2 :]
     absmax = _blocks.absmax_within(blocks, at + 1).astype(jnp.float32)
     absmax = jnp.where(absmax < _TINY, 0.0, jnp.where(absmax < jnp.inf, absmax, jnp.nan))
     shrink = jnp.where(absmax > _HUGE, _SHRINK, 1.0)
     inverse = 1.0 / jnp.where(absmax == 0, 1.0, absmax * shrink)
     scaled = (blocks.astype(jnp.float32) * jnp.expand_dims(shrink, at + 1)) * jnp.expand_dims(inverse, at + 1)
-    codes = nearest(scaled).reshape(*lead, blocks.shape[at + 1] // 2, 2, *trail)
-    packed = (_blocks.along(codes, 0, at + 2) << 4) | _blocks.along(codes, 1, at + 2)
-    return packed, absmax
+    return _blocks.packed(nearest(scaled), at + 1, 4), absmax
 
 
 def nearest(x: jax.Array) -> jax.Array:
@@ -104,20 +100,16 @@ def nearest(x: jax.Array) -> jax.Array:
     bits: list[jax.Array] = []
     for level in range(4):
         step = 8 >> level
-        bits.append(x > _pick(bits, [THRESHOLDS[i] for i in range(step - 1, 15, 2 * step)]))
+        limits: list[Any] = [THRESHOLDS[i] for i in range(step - 1, 15, 2 * step)]
+        for bit in reversed(bits):
+            limits = [jnp.where(bit, high, low) for low, high in zip(limits[::2], limits[1::2], strict=True)]
+        bits.append(x > limits[0])
     return functools.reduce(lambda code, bit: (code << 1) | bit.astype(jnp.uint8), bits, jnp.uint8(0))
 
 
 def values(codes: jax.Array) -> jax.Array:
-    """`CODEBOOK[codes]` as a tree of selects, which vectorizes where a gather does not."""
-    return _pick([(codes & jnp.uint8(8 >> level)) != 0 for level in range(4)], list(CODEBOOK))
-
-
-def _pick(bits: list[jax.Array], options: list) -> jax.Array:
-    """The option whose index has these `bits`, most significant first."""
-    for bit in reversed(bits):
-        options = [jnp.where(bit, high, low) for low, high in zip(options[::2], options[1::2], strict=True)]
-    return options[0]
+    """`CODEBOOK[codes]`."""
+    return entries(CODEBOOK, codes, jnp.float32)
 
 
 def _check_storage(packed: jax.Array, absmax: jax.Array, axis: int, size: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Ternary {-1, 0, 1} and binary {-1, 1} codes with a least-squares scale, packed at two bits and one.
 
 A value decodes to `code * scale`. Ternary keeps the values with `|w| > threshold` (default: half the standard deviation
-of the whole core array) and scales by the mean of their magnitudes; binary takes the sign, 0 counting as +1, and scales
+of the whole array) and scales by the mean of their magnitudes; binary takes the sign, 0 counting as +1, and scales
 by the mean of all magnitudes. For fixed codes these scales have the least squared error. Corner cases:
 
 - Scales are f32 (f64 for f64 input), laid out as storage is: the blocked axis last, with size 1.
@@ -14,7 +14,6 @@ by the mean of all magnitudes. For fixed codes these scales have the least squar
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal
 
 import jax
@@ -28,30 +27,23 @@ from eformer._formats import blocks as _blocks
 ScaleKind = Literal["channel", "tensor"]
 BITS = {"ternary": 2, "binary": 1}
 
-_STATIC = ("axis", "scale", "core_ndim")
 
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=("axis", "scale"))
 def ternary(
-    w: jax.Array,
-    *,
-    axis: int,
-    threshold: ArrayLike | None = None,
-    scale: ScaleKind | None = "channel",
-    core_ndim: int | None = None,
+    w: jax.Array, *, axis: int, threshold: ArrayLike | None = None, scale: ScaleKind | None = "channel"
 ) -> tuple[jax.Array, jax.Array | None]:
     """Codes in {-1, 0, 1}, int8 of the shape of `w`, and the scale.
 
-    `scale="channel"` reduces over `axis`: shape `lead + trail + (1,)`. `"tensor"` reduces over the last `core_ndim`
-    axes (default: all), each kept with size 1. `threshold` is absolute and broadcasts against `w`.
+    `scale="channel"` reduces over `axis`: shape `lead + trail + (1,)`. `"tensor"` reduces over all axes, each kept with
+    size 1. `threshold` is absolute and broadcasts against `w`.
 
     >>> codes, scale = ternary(jnp.array([[0.1, -2.0, 4.0]]), axis=-1)
     >>> codes.tolist(), scale.tolist()
     ([[0, -1, 1]], [[3.0]])
     """
-    values, core = _prepare(w, axis, scale, core_ndim, "ternary")
+    values = _prepared(w, axis, scale, "ternary")
     if threshold is None:
-        limit = jnp.asarray(0.5, values.dtype) * _std(values, axis, core)
+        limit = jnp.asarray(0.5, values.dtype) * _std(values, axis)
     else:
         limit = jnp.asarray(threshold, values.dtype)
     codes = jnp.where(values > limit, 1, jnp.where(values < -limit, -1, 0)).astype(jnp.int8)
@@ -59,34 +51,32 @@ def ternary(
         return codes, None
     magnitude = jnp.abs(values)
     # NaN is not <= limit, so it stays in the sum.
-    total = _reduce(jnp.where(magnitude <= limit, 0, magnitude), axis, scale, core)
-    count = _reduce((magnitude > limit).astype(values.dtype), axis, scale, core)
+    total = _reduce(jnp.where(magnitude <= limit, 0, magnitude), axis, scale)
+    count = _reduce((magnitude > limit).astype(values.dtype), axis, scale)
     mean = jnp.where(total < jnp.inf, total / jnp.maximum(count, 1), jnp.nan)
     # A NaN threshold keeps nothing and sums everything: it must show in the scale.
-    undefined = jnp.any(jnp.isnan(limit), axis=tuple(range(-min(core, limit.ndim), 0)), keepdims=True)
+    undefined = jnp.any(jnp.isnan(limit), keepdims=True)
     return codes, jnp.moveaxis(jnp.where(undefined, jnp.nan, mean), axis, -1)
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def binary(
-    w: jax.Array, *, axis: int, scale: ScaleKind | None = "channel", core_ndim: int | None = None
-) -> tuple[jax.Array, jax.Array | None]:
+@functools.partial(jax.jit, static_argnames=("axis", "scale"))
+def binary(w: jax.Array, *, axis: int, scale: ScaleKind | None = "channel") -> tuple[jax.Array, jax.Array | None]:
     """Codes in {-1, 1}, int8 of the shape of `w`, and the scale as for `ternary`.
 
     >>> codes, scale = binary(jnp.array([[0.0, -2.0, 4.0]]), axis=-1)
     >>> codes.tolist(), scale.tolist()
     ([[1, -1, 1]], [[2.0]])
     """
-    values, core = _prepare(w, axis, scale, core_ndim, "binary")
+    values = _prepared(w, axis, scale, "binary")
     codes = jnp.where(values < 0, -1, 1).astype(jnp.int8)
     if scale is None:
         return codes, None
-    count = w.shape[axis] if scale == "channel" else math.prod(w.shape[w.ndim - core :])
-    mean = _reduce(jnp.abs(values), axis, scale, core) / float(max(count, 1))
+    count = w.shape[axis] if scale == "channel" else w.size
+    mean = _reduce(jnp.abs(values), axis, scale) / float(max(count, 1))
     return codes, jnp.moveaxis(jnp.where(mean < jnp.inf, mean, jnp.nan), axis, -1)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", *_STATIC))
+@functools.partial(jax.jit, static_argnames=("kind", "axis", "scale"))
 def encode(
     w: jax.Array,
     threshold: ArrayLike | None = None,
@@ -94,7 +84,6 @@ def encode(
     kind: Literal["ternary", "binary"],
     axis: int,
     scale: ScaleKind | None = "channel",
-    core_ndim: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`ternary` or `binary` straight to packed bytes: the int8 codes are never written to memory.
 
@@ -103,9 +92,9 @@ def encode(
     ([[73]], [[3.0]])
     """
     if kind == "ternary":
-        codes, scales = ternary(w, axis=axis, threshold=threshold, scale=scale, core_ndim=core_ndim)
+        codes, scales = ternary(w, axis=axis, threshold=threshold, scale=scale)
     elif kind == "binary" and threshold is None:
-        codes, scales = binary(w, axis=axis, scale=scale, core_ndim=core_ndim)
+        codes, scales = binary(w, axis=axis, scale=scale)
     else:
         raise ValueError(f"{kind=} with {threshold=}: allowed are 'ternary', and 'binary' without a threshold.")
     return pack(codes, axis=axis, bits=BITS[kind]), scales
@@ -122,31 +111,26 @@ def decode(
     return (codes.astype(scale.dtype) * jnp.moveaxis(scale, -1, axis)).astype(dtype)
 
 
-def _prepare(
-    w: jax.Array, axis: int, scale: ScaleKind | None, core_ndim: int | None, name: str
-) -> tuple[jax.Array, int]:
-    """The values in the dtype to compute in, and the number of core axes, once all arguments are known to fit."""
+def _prepared(w: jax.Array, axis: int, scale: ScaleKind | None, name: str) -> jax.Array:
+    """The values in the dtype to compute in, once all arguments are known to fit."""
     _arguments.check_float(w, name)
-    core = _arguments.check_core(core_ndim, w.ndim)
-    _arguments.check_axis(axis, core)
+    _arguments.check_axis(axis, w.ndim)
     if scale not in ("channel", "tensor", None):
         raise ValueError(f"{scale=} is unknown. Allowed: 'channel', 'tensor', None.")
-    return w.astype(_blocks.wide(w.dtype)), core
+    return w.astype(_blocks.wide(w.dtype))
 
 
-def _reduce(x: jax.Array, axis: int, scale: ScaleKind, core: int) -> jax.Array:
-    """The sum over the blocked axis or, for one scale per tensor, over all core axes; reduced axes are kept."""
+def _reduce(x: jax.Array, axis: int, scale: ScaleKind) -> jax.Array:
+    """The sum over the blocked axis or, for one scale per tensor, over all axes; reduced axes are kept."""
     partial = _blocks.sum_along(x, axis)
-    if scale == "channel":
-        return partial
-    return jnp.sum(partial, axis=tuple(range(-core, 0)), keepdims=True)
+    return partial if scale == "channel" else jnp.sum(partial, keepdims=True)
 
 
-def _std(values: jax.Array, axis: int, core: int) -> jax.Array:
-    """Standard deviation over the core axes, kept with size 1; NaN if it is not finite."""
-    count = float(max(math.prod(values.shape[values.ndim - core :]), 1))  # as an int it may not fit into 32 bits
-    mean = _reduce(values, axis, "tensor", core) / count
-    variance = _reduce(jnp.square(values - mean), axis, "tensor", core) / count
+def _std(values: jax.Array, axis: int) -> jax.Array:
+    """Standard deviation of all values, with axes of size 1; NaN if it is not finite."""
+    count = float(max(values.size, 1))  # as an int it may not fit into 32 bits
+    mean = _reduce(values, axis, "tensor") / count
+    variance = _reduce(jnp.square(values - mean), axis, "tensor") / count
     return jnp.sqrt(jnp.where(variance < jnp.inf, variance, jnp.nan))
 
 
@@ -186,24 +170,19 @@ def unpack(packed: jax.Array, *, axis: int, bits: int, size: int) -> jax.Array:
     at = packed.ndim + _arguments.check_axis(axis, packed.ndim)
     size = _arguments.check_size(size, packed.shape[-1], per_byte, "bytes")
     rows = _blocks.group_at(packed, at, 0)
-    lead, trail = rows.shape[: at + 1], rows.shape[at + 1 :]
-    place = lax.broadcasted_iota(jnp.uint8, (*lead, per_byte, *trail), at + 1)
-    shift = jnp.uint8(8 - bits) - place * jnp.uint8(bits)
-    field = ((jnp.expand_dims(rows, at + 1) >> shift) & jnp.uint8(2**bits - 1)).astype(jnp.int8)
-    codes = field - 1 if bits == 2 else 2 * field - 1
-    dense = codes.reshape(*lead[:-1], lead[-1] * per_byte, *trail)
+    codes = meaning(_blocks.unpacked(rows, at, bits), bits)
+    dense = codes.reshape(*rows.shape[:at], rows.shape[at] * per_byte, *rows.shape[at + 1 :])
     return lax.slice_in_dim(dense, 0, size, axis=at)
+
+
+def meaning(fields: jax.Array, bits: int) -> jax.Array:
+    """The int8 codes that stored fields stand for."""
+    return fields.astype(jnp.int8) - 1 if bits == 2 else 2 * fields.astype(jnp.int8) - 1
 
 
 def _pack_pairs(codes: jax.Array, at: int, bits: int) -> jax.Array:
     """Two bytes for each group of `lead + (groups, 2 * per_byte) + trail`, as `lead + (groups, 2) + trail`."""
-    per_byte = 8 // bits
-    fields = (codes > 0 if bits == 1 else codes + 1).astype(jnp.uint8)
-    fields = fields.reshape(*codes.shape[: at + 1], 2, per_byte, *codes.shape[at + 2 :])
-    byte = _blocks.along(fields, 0, at + 2)
-    for place in range(1, per_byte):
-        byte = (byte << bits) | _blocks.along(fields, place, at + 2)
-    return byte
+    return _blocks.packed((codes > 0 if bits == 1 else codes + 1).astype(jnp.uint8), at + 1, bits)
 
 
 def _per_byte(bits: int) -> int:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from eformer._core import aux_field, default_handler, materialize, register
 
 from ..sharding import full_spec
-from ..wrapped import Axes, Wrapped, on_weight, register_product
+from ..wrapped import Axes, Wrapped, axes_of, on_weight, register_product
 
 
 @dataclasses.dataclass
@@ -71,9 +71,8 @@ class PermutedArray(Wrapped):
 @register_product
 def product(primitive: Any, x: jax.Array, q: PermutedArray, q_first: bool, params: dict[str, Any]) -> Any:
     """Sorts what is contracted with the sorted axis, else the result."""
-    contracting, batching = params["dimension_numbers"]
-    (q_axes, x_axes) = contracting if q_first else contracting[::-1]
-    if q.ndim != 2 or any(batching) or len(q_axes) != 1:
+    (q_axes, x_axes), batch = axes_of(params["dimension_numbers"], q_first)
+    if q.ndim != 2 or any(batch) or len(q_axes) != 1:
         return NotImplemented
     sorted_axis = q.ndim + q.axis
     if q_axes[0] == sorted_axis:

@@ -14,7 +14,7 @@ from eformer._core.trace import is_implicit
 
 from ..arguments import is_storage
 from ..blocks import wide
-from ..wrapped import Wrapped, gathered, is_plain_ragged, on_weight, register_product, taken
+from ..wrapped import Wrapped, axes_of, gathered, is_plain_ragged, on_weight, register_product, taken
 
 
 @dataclasses.dataclass
@@ -66,8 +66,7 @@ class ScaledArray(Wrapped):
 @register_product
 def product(primitive: Any, x: jax.Array, q: ScaledArray, q_first: bool, params: dict[str, Any]) -> Any:
     """Multiplies x by the factor where all its axes are contracted (or batched), else the result where none is."""
-    contracting, batching = params["dimension_numbers"]
-    (qc, xc), (qb, xb) = (contracting, batching) if q_first else (contracting[::-1], batching[::-1])
+    (qc, xc), (qb, xb) = axes_of(params["dimension_numbers"], q_first)
     held = {axis for axis, n in enumerate(q.factor.shape) if n > 1}
     before = held <= {*qc, *qb}
     if params.get("out_sharding") is not None or not (before or held.isdisjoint(qc)):

@@ -123,9 +123,8 @@ def _refuses_sums(problem: Problem) -> str | None:
             )
     elif not problem.scales_results_only:
         return "scales differ along what is summed up"
-    summed = problem.cols if problem.form == "dot" else problem.rows
-    if summed > MOST_BYTE_PRODUCTS:
-        return f"sums of {summed} products do not fit 32 bits"
+    if problem.deep > MOST_BYTE_PRODUCTS:
+        return f"sums of {problem.deep} products do not fit 32 bits"
     return None
 
 
@@ -178,8 +177,10 @@ def qmatmul(
     **how: Any,
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
-    given = [offset_in_one_batch_axis(problem, offset, stacked=index is not None)]
-    return _products(problem, "qmatmul", x, codes, [scale], given, index, how)
+    stacked = index is not None
+    operands = in_one_batch_axis(problem, x, codes, scale, stacked=stacked)
+    operands.append(offset_in_one_batch_axis(problem, offset, stacked=stacked))
+    return _products(problem, "qmatmul", x.shape, operands, index, how)
 
 
 def qragged(
@@ -193,43 +194,34 @@ def qragged(
     **how: Any,
 ) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
-    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
     operands = [x, codes, scale, offset, group_sizes.astype(jnp.int32)]
-    return _product(problem, "ragged", result, operands, 1, how)
+    return _product(problem, "ragged", (x.shape[0], problem.outs), operands, 1, how)
 
 
 def byte_matmul(
     problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, *, index: Any = None, **how: Any
 ) -> jax.Array:
     """The product of one problem whose x is rounded to int8."""
-    return _products(problem, "byte_matmul", x, codes, [scale, x_scale], [], index, how)
+    operands = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=index is not None)
+    return _products(problem, "byte_matmul", x.shape, operands, index, how)
 
 
 def _products(
-    problem: Problem,
-    name: str,
-    x: jax.Array,
-    codes: jax.Array,
-    scales: list[Any],
-    more: list[Any],
-    index: Any,
-    how: Any,
+    problem: Problem, name: str, x_shape: tuple[int, ...], operands: list[Any], index: Any, how: Any
 ) -> jax.Array:
-    operands, n_batch = in_one_batch_axis(problem, x, codes, *scales, stacked=index is not None), len(problem.batch)
-    operands += more
-    shape = (*x.shape[: n_batch + 1], problem.rows if problem.form == "dot" else problem.cols)
-    result = (operands[0].shape[0], *shape[n_batch:])
+    """With one batch axis, of the stack's entry that the index names if there is one."""
+    matrices, rows = operands[0].shape[:2]
     if index is not None:
         name, operands = f"stack_{name}", [*operands, index]
-    return _product(problem, name, result, operands, math.prod(problem.batch), how).reshape(shape)
+    y = _product(problem, name, (matrices, rows, problem.outs), operands, matrices, how)
+    return y.reshape(*x_shape[:-1], problem.outs)
 
 
 def byte_ragged(
     problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any, x_scale: Any = None, **how: Any
 ) -> jax.Array:
-    result = (x.shape[0], problem.rows if problem.form == "dot" else problem.cols)
     operands = [x, codes, scale, sizes.astype(jnp.int32), x_scale]
-    return _product(problem, "byte_ragged", result, operands, 1, how)
+    return _product(problem, "byte_ragged", (x.shape[0], problem.outs), operands, 1, how)
 
 
 def _product(

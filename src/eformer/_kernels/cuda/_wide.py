@@ -120,8 +120,7 @@ def can_take(problem: Problem) -> bool:
     """Can the wide kernel compute this product?"""
     if is_float32(problem) and problem.precision not in (None, lax.Precision.DEFAULT):
         return False
-    deep = problem.cols if problem.form == "dot" else problem.rows
-    if deep % 8 or not has_wgmma():  # x in rows of 16 bytes
+    if problem.deep % 8 or not has_wgmma():  # x in rows of 16 bytes
         return False
     if problem.format.blocked:
         return _takes_blocks(problem)
@@ -166,8 +165,7 @@ def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:
 
 def _beats_decoding(problem: Problem, rows: int) -> bool:
     matrices, values = math.prod(problem.batch), problem.rows * problem.cols / 1e6
-    outs, deep = (problem.rows, problem.cols) if problem.form == "dot" else (problem.cols, problem.rows)
-    fused, _ = planned(problem.fmt, problem.form, matrices, rows, outs, deep)
+    fused, _ = planned(problem.fmt, problem.form, matrices, rows, problem.outs, problem.deep)
     fused *= BLOCKS_OF_BYTES if problem.fmt in BYTE_BLOCKS else 1.0 if problem.offset is None else OFFSETS
     return fused <= matrices * (CALLS + values * (DECODING + rows * MULTIPLYING))
 

@@ -76,7 +76,7 @@ def generation() -> Generation:
 
 
 def columns_of(fmt: str, m: int) -> int:
-    """Columns of eight rows of x a kernel takes at a time (csrc/cuda/launch.cuh)."""
+    """Columns of eight rows of x a kernel takes at a time (csrc/cuda/dot_launch.cuh)."""
     return 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 or fmt == "binary" else 8
 
 

@@ -61,7 +61,7 @@ def _product(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> ja
         return panel.planes(problem.fmt, panel_codes, panel_scale, problem.compute_dtype)
 
     if problem.is_empty:
-        return jnp.zeros((problem.m, problem.rows if problem.form == "dot" else cols), x.dtype)
+        return jnp.zeros((problem.m, problem.outs), x.dtype)
     one_dot = problem.m == 1 and problem.form == "dot" and problem.platform == "cpu"
     if one_dot and scale is None:
         return one_row.dot_form(x, codes, decoded, row=row, precision=precision)

@@ -49,7 +49,7 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
     before, inside, after = (None if factor is None else factor.astype(wide) for factor in factors)
     x = x.astype(wide) if before is None else x.astype(wide) * before
     if problem.is_empty:
-        return jnp.zeros((problem.m, problem.rows if problem.form == "dot" else problem.cols), problem.out_dtype)
+        return jnp.zeros((problem.m, problem.outs), problem.out_dtype)
     few = MOST_DOT_BLOCKED if problem.format.blocked else MOST_DOT.get(problem.fmt, 1)
     if problem.form == "dot" and problem.has_at_most(few):
         return rows_of_codes(x, codes, inside, after, fmt=problem.fmt).astype(problem.out_dtype)

@@ -17,7 +17,7 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from ..formats import Format
+from ..formats import Format, entries
 from . import panel
 
 # Positions summed side by side in the dot form, and the products one loop adds up for each: with fewer the result of a
@@ -68,7 +68,7 @@ def nibble_dot_form(x: jax.Array, codes: jax.Array, scale: jax.Array, *, row: Fo
         y[r] = sum_b scale[r, b] * sum_p ( even[byte] * x[b, p, 0] + odd[byte] * x[b, p, 1] )     byte = codes[r, b, p]
 
     Two tables give the values of each of the 256 bytes. With a single row of x two loads are quicker than the thirty
-    selects of `nibble_lookup`; they are scalar code, so the sum over p is written out, in chains that run side by side.
+    selects of `entries`; they are scalar code, so the sum over p is written out, in chains that run side by side.
     """
     rows, count, length = codes.shape[0], row.units_held(codes), piece_of(2 * codes.shape[-1])
     codes = codes.reshape(rows, -1, length)
@@ -76,7 +76,7 @@ def nibble_dot_form(x: jax.Array, codes: jax.Array, scale: jax.Array, *, row: Fo
     xs = lax.optimization_barrier(jnp.pad(x[0], (0, 2 * count - x.shape[1]))).reshape(-1, length, len(panel.NIBBLES))
     # The barrier keeps XLA from moving the selects that make the tables into the loop that reads them.
     tables = lax.optimization_barrier(
-        [panel.nibble_lookup(jnp.arange(256, dtype=jnp.uint8), s, row.sixteen, x.dtype) for s in panel.NIBBLES]
+        [entries(row.sixteen, jnp.arange(256, dtype=jnp.uint8), x.dtype, shift) for shift in panel.NIBBLES]
     )
 
     def chain(places: range) -> jax.Array:

@@ -18,7 +18,7 @@ from jax import lax
 
 from eformer._jax.avals import zeros_like_in
 
-from ..formats import FORMATS, Format
+from ..formats import FORMATS, Format, entries
 from ..parameters import Problem
 
 # Decoded bytes one panel may take: much less than a dense matrix, enough to make the cost of a loop step small. XLA
@@ -136,21 +136,9 @@ def axpy_form(
 # -- the values of a panel of bytes, plane by plane: plane i holds value i of every unit -------------------------------
 
 
-def nibble_lookup(codes: jax.Array, shift: int, table: Any, dtype: Any) -> jax.Array:
-    """Entries of a table of 16 for the four bits above `shift`.
-
-    Four levels of selects: XLA vectorizes them, while an indexed load per value becomes scalar code.
-    """
-    values: list[jax.Array] = [jnp.asarray(value, dtype) for value in table]
-    for bit in range(4):
-        is_set = (codes & jnp.uint8(1 << (bit + shift))) != 0
-        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
-
-
 def unscaled(row: Format, codes: jax.Array, dtype: Any) -> list[jax.Array]:
     if row.table is not None:
-        return [nibble_lookup(codes, shift, row.table, dtype) for shift in NIBBLES]
+        return [entries(row.table, codes, dtype, shift) for shift in NIBBLES]
     if row.name == "binary":
         one = jnp.ones((), dtype)
         return [jnp.where((codes & jnp.uint8(1 << bit)) != 0, one, -one) for bit in range(7, -1, -1)]

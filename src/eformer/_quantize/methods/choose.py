@@ -54,8 +54,8 @@ def choose(decisions: Sequence[Decision], calibration: Statistics | None, method
         wanted = config.method or (default if config.smooth is None else method or "round")
         if config.smooth is not None and wanted != "round":
             raise ValueError(
-                f"smooth={config.smooth} for {path!r} goes with method='round', not with {wanted!r}: both say what "
-                "becomes of inputs. Leave one of them out."
+                f"smooth={config.smooth} for {path!r} goes with method='round', not with {wanted!r}: both transform "
+                "the inputs. Leave one of them out."
             )
         statistics = None if calibration is None else calibration.get(path)
         if isinstance(config, OwnFormat) or wanted == "round":

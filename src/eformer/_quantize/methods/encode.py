@@ -17,7 +17,7 @@ from eformer._formats.scaled.array import ScaledArray
 from eformer._jax import traces
 from eformer.errors import CalibrationError, CalibrationWarning
 
-from ..config import METHODS, QuantizationConfig, quantize_stack
+from ..config import QuantizationConfig, check_method, quantize_stack
 from ..statistics import LeafStatistics
 from . import awq, gptq, matrices
 from .grids import Grid, GridFixed, grid_of
@@ -118,8 +118,7 @@ def encode(w: Any, statistics: LeafStatistics | None, config: QuantizationConfig
             `ScaledArray` carries; "awq+gptq" does both.
         batch: leading axes that number matrices, as for `quantize_stack`.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; allowed are {', '.join(METHODS)}.")
+    check_method(method)
     if method == "round":
         return quantize_stack(w, config, batch)
     dense = as_float(w, str(config.dtype))

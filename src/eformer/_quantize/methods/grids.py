@@ -17,6 +17,7 @@ from jax import lax
 
 from eformer._formats.floating import codec as floats
 from eformer._formats.floating.array import ArrayFloat
+from eformer._formats.integer import codec as integers
 from eformer._formats.integer.array import ArrayInt
 from eformer._formats.nf4 import codec as nf4
 from eformer._formats.nf4.array import ArrayNF4, CompressedAbsmax
@@ -280,7 +281,7 @@ def grid_of(config: QuantizationConfig, size: int) -> tuple[Grid, int] | None:
         assert block is not None
         return GridNF4(block, config.double_quant), block
     if kind.startswith("int") and not (kind == "int8" and block is None):
-        block = block or -(-max(size, 16) // 8) * 8
+        block = block or integers.whole_rows(size)
         made = GridInt if config.symmetric else GridIntZero
         return made(int(kind.removeprefix("int")), block), block
     if kind in ("ternary", "binary"):

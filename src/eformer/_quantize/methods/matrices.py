@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -71,137 +72,111 @@ def nearest(w: jax.Array, scale: jax.Array, zero: Zero, *, grid: Grid, block: in
     return grid.codes(w, spread(scale), None if zero is None else spread(zero))
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "block", "along_inputs"))
-def propagated(
-    w: jax.Array,
-    moment: jax.Array,
-    count: jax.Array,
-    scale: jax.Array,
-    zero: Zero,
-    *,
-    grid: Grid,
-    block: int,
-    along_inputs: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """GPTQ with scales that are known: codes, and how often damping was raised.
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one matrix, for stacks: arrays have the stack in front, or are None, and keywords are static."""
 
-    `count` (S,) is the number of tokens of each moment.
+    @functools.wraps(function)
+    def of_stack(*arrays: Any, **static: Any) -> Any:
+        return jax.vmap(functools.partial(function, **static))(*arrays)
+
+    return jax.jit(of_stack, static_argnames=inspect.getfullargspec(function).kwonlyargs)
+
+
+def _factored(moment: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The order of the inputs, the most active first, the factor of the moment in it, and how often damping was raised.
+
+    `count` is the number of tokens of the moment.
+    """
+    order = jnp.argsort(-jnp.diagonal(moment))
+    return order, *gptq.factor(gptq.shrunk(moment, count)[order][:, order])
+
+
+@_one_by_one
+def propagated(
+    w: jax.Array, moment: jax.Array, count: jax.Array, scale: jax.Array, zero: Zero,
+    *, grid: Grid, block: int, along_inputs: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """GPTQ with scales that are known: codes (K, N), and how often damping was raised.
 
     The most active inputs go first. Since scales stay with their blocks, nothing has to be stored of that order.
     """
+    order, u, times = _factored(moment, count)
+    places = order // block if along_inputs else order
 
-    def one(
-        w: jax.Array, moment: jax.Array, count: jax.Array, scale: jax.Array, zero: Zero
-    ) -> tuple[jax.Array, jax.Array]:
-        order = jnp.argsort(-jnp.diagonal(moment))
-        u, times = gptq.factor(gptq.shrunk(moment, count)[order][:, order])
-        places = order // block if along_inputs else order
+    def step(x: jax.Array, k: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+        s, z = (None if a is None else a[places[k]] for a in (scale, zero))
+        if not along_inputs:
+            s, z = (None if a is None else jnp.repeat(a, block) for a in (s, z))
+        assert s is not None
+        codes = grid.codes(x, s, z)
+        return codes, (x - grid.values(codes, s, z)) / size
 
-        def step(x: jax.Array, k: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
-            s, z = (None if a is None else a[places[k]] for a in (scale, zero))
-            if not along_inputs:
-                s, z = (None if a is None else jnp.repeat(a, block) for a in (s, z))
-            assert s is not None
-            codes = grid.codes(x, s, z)
-            return codes, (x - grid.values(codes, s, z)) / size
-
-        codes = gptq.sweep(w[order], u, step)
-        return jnp.zeros_like(codes).at[order].set(codes), times
-
-    return jax.vmap(one)(w, moment, count, scale, zero)
+    codes = gptq.sweep(w[order], u, step)
+    return jnp.zeros_like(codes).at[order].set(codes), times
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "block"))
+@_one_by_one
 def refitted(
-    w: jax.Array,
-    moment: jax.Array,
-    count: jax.Array,
-    times: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array,
-    zero: Zero,
-    *,
-    grid: Grid,
-    block: int,
-) -> jax.Array:
-    """Scales (S, K / block, N) that leave the least error of the outputs for codes that are known.
+    w: jax.Array, moment: jax.Array, count: jax.Array, times: jax.Array, codes: jax.Array, scale: jax.Array,
+    zero: Zero, *, grid: Grid, block: int,
+) -> jax.Array:  # fmt: skip
+    """Scales (K / block, N) that leave the least error of the outputs for codes that are known.
 
     Every output has a least squares problem of its own, with an unknown for each of its blocks. Scales move by less
     than a half; where the moment could not be factored (`times` of damping), they stay.
     """
+    h = gptq.damped(gptq.shrunk(moment, count), times)
+    spread = functools.partial(jnp.repeat, repeats=block, axis=0)
+    units = grid.units(codes, None if zero is None else spread(zero))
+    product = functools.partial(jnp.matmul, precision="highest")
 
-    def one(w: Any, moment: Any, count: Any, times: Any, codes: Any, scale: Any, zero: Zero) -> jax.Array:
-        h = gptq.damped(gptq.shrunk(moment, count), times)
-        spread = functools.partial(jnp.repeat, repeats=block, axis=0)
-        units = grid.units(codes, None if zero is None else spread(zero))
-        product = functools.partial(jnp.matmul, precision="highest")
+    def per_block(a: jax.Array) -> jax.Array:
+        return jnp.sum((units * a).reshape(-1, block, a.shape[-1]), axis=1)
 
-        def per_block(a: jax.Array) -> jax.Array:
-            return jnp.sum((units * a).reshape(-1, block, a.shape[-1]), axis=1)
+    def row(b: jax.Array) -> jax.Array:
+        own, columns = (lax.dynamic_slice_in_dim(a, b * block, block, axis) for a, axis in ((units, 0), (h, 1)))
+        return per_block(product(columns, own))
 
-        def row(b: jax.Array) -> jax.Array:
-            own, columns = (lax.dynamic_slice_in_dim(a, b * block, block, axis) for a, axis in ((units, 0), (h, 1)))
-            return per_block(product(columns, own))
-
-        blocks = w.shape[0] // block
-        a = jnp.transpose(lax.map(row, jnp.arange(blocks)), (2, 0, 1))
-        off = per_block(product(h, w - units * spread(scale))).T
-        size = jnp.diagonal(a, axis1=1, axis2=2)
-        a = a + (RIDGE * size + (size == 0))[..., None] * jnp.eye(blocks)
-        moved = scale + jnp.linalg.solve(a, off[..., None])[..., 0].T
-        fine = (jnp.abs(moved - scale) < 0.5 * jnp.abs(scale)) & (times < gptq.ATTEMPTS)
-        return jnp.where(fine, grid.snap(moved), scale)
-
-    return jax.vmap(one)(w, moment, count, times, codes, scale, zero)
+    blocks = w.shape[0] // block
+    a = jnp.transpose(lax.map(row, jnp.arange(blocks)), (2, 0, 1))
+    off = per_block(product(h, w - units * spread(scale))).T
+    size = jnp.diagonal(a, axis1=1, axis2=2)
+    a = a + (RIDGE * size + (size == 0))[..., None] * jnp.eye(blocks)
+    moved = scale + jnp.linalg.solve(a, off[..., None])[..., 0].T
+    fine = (jnp.abs(moved - scale) < 0.5 * jnp.abs(scale)) & (times < gptq.ATTEMPTS)
+    return jnp.where(fine, grid.snap(moved), scale)
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "block"))
+@_one_by_one
 def revisited(
-    w: jax.Array,
-    moment: jax.Array,
-    count: jax.Array,
-    times: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array,
-    zero: Zero,
-    *,
-    grid: Grid,
-    block: int,
-) -> jax.Array:
-    """Codes (S, K, N) of which every row in turn is the best for the codes of all other rows, and scales as they are.
+    w: jax.Array, moment: jax.Array, count: jax.Array, times: jax.Array, codes: jax.Array, scale: jax.Array,
+    zero: Zero, *, grid: Grid, block: int,
+) -> jax.Array:  # fmt: skip
+    """Codes (K, N) of which every row in turn is the best for the codes of all other rows, and scales as they are.
 
     With E the error of the weights, a row k moves to the value nearest to the one where `(H E)[k]` is 0. No step makes
     the error of the outputs larger. Where the moment could not be factored, codes stay.
     """
+    h = gptq.damped(gptq.shrunk(moment, count), times)
+    wide, from_zero = (None if a is None else jnp.repeat(a, block, axis=0) for a in (scale, zero))
+    assert wide is not None
+    before = grid.values(codes, wide, from_zero)
 
-    def one(w: Any, moment: Any, count: Any, times: Any, codes: Any, scale: Any, zero: Zero) -> jax.Array:
-        h = gptq.damped(gptq.shrunk(moment, count), times)
-        wide, from_zero = (None if a is None else jnp.repeat(a, block, axis=0) for a in (scale, zero))
-        assert wide is not None
-        before = grid.values(codes, wide, from_zero)
+    def step(slope: jax.Array, k: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+        s, z = wide[k], None if from_zero is None else from_zero[k]
+        found = grid.codes(before[k] - slope / size, s, z)
+        return found, before[k] - grid.values(found, s, z)
 
-        def step(slope: jax.Array, k: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
-            s, z = wide[k], None if from_zero is None else from_zero[k]
-            found = grid.codes(before[k] - slope / size, s, z)
-            return found, before[k] - grid.values(found, s, z)
-
-        found = gptq.sweep(jnp.matmul(h, before - w, precision="highest"), h, step)
-        return jnp.where(times < gptq.ATTEMPTS, found, codes)
-
-    return jax.vmap(one)(w, moment, count, times, codes, scale, zero)
+    found = gptq.sweep(jnp.matmul(h, before - w, precision="highest"), h, step)
+    return jnp.where(times < gptq.ATTEMPTS, found, codes)
 
 
-@jax.jit
+@_one_by_one
 def conditional(moment: jax.Array, count: jax.Array, diagonal: jax.Array) -> jax.Array:
-    """What errors of channels (S, K) cost where those after them, in the order of "gptq", make up for what they can."""
-
-    def one(moment: jax.Array, count: jax.Array, diagonal: jax.Array) -> jax.Array:
-        order = jnp.argsort(-jnp.diagonal(moment))
-        u, times = gptq.factor(gptq.shrunk(moment, count)[order][:, order])
-        costs = jnp.zeros_like(diagonal).at[order].set(1 / jnp.square(jnp.diagonal(u)))
-        return jnp.where(times < gptq.ATTEMPTS, costs, diagonal)
-
-    return jax.vmap(one)(moment, count, diagonal)
+    """What errors of channels (K,) cost where those after them, in the order of "gptq", make up for what they can."""
+    order, u, times = _factored(moment, count)
+    costs = jnp.zeros_like(diagonal).at[order].set(1 / jnp.square(jnp.diagonal(u)))
+    return jnp.where(times < gptq.ATTEMPTS, costs, diagonal)
 
 
 @jax.jit
