@@ -39,7 +39,6 @@ struct TilesShape {
   static constexpr int kA = kWarpOuts / 16, kB = kWarpRows / 8;  // operands of a warp
   static constexpr int kW = kOuts * kDeep, kStage = kW + N * kDeep;
   static constexpr int kStages = N > 16 ? 3 : 4, kShared = kStages * kStage;
-  static constexpr int kAtOnce = N > 64 ? 1 : 2;  // blocks that registers are left for
   static_assert(kShared <= 99 * 1024, "8.6 and 8.9 have no more");
 };
 
@@ -48,14 +47,20 @@ template <int KIND>
 constexpr bool kAsHalves = KIND == kE4m3 && !EFORMER_HAS_FLOAT8_MMA;
 template <int KIND>
 constexpr bool kLosesBits = KIND == kE4m3 && EFORMER_HAS_FLOAT8_MMA;
+// Blocks that registers are left for.
+template <int KIND, int N>
+constexpr int kAtOnce = N > 64 || (N > 16 && kLosesBits<KIND>) ? 1 : 2;
 template <int KIND>
 constexpr float kUnit = kAsHalves<KIND> ? 65536.f : 1.f;
 
-// Codes 2i and 2i + 1 of a word. NaN stays NaN.
-__device__ __forceinline__ uint32_t halves_of(uint32_t word, int i) {
-  const uint32_t upper = __byte_perm(word, 0, i ? 0x3424 : 0x1404);  // each code in the upper byte of a half
-  const uint32_t magnitude = (upper >> 1) & 0x3F803F80u, nan = (magnitude + 0x00800080u) & 0x40004000u;
-  return (upper & 0x80008000u) | magnitude | nan;
+// The first two codes of a word, and the other two: a half is a code without its lowest bit, that bit, and seven zeros. NaN
+// stays NaN where weights are converted; a row of x with one has a scale that is NaN.
+template <bool WEIGHTS>
+__device__ __forceinline__ uint2 halves_of(uint32_t word) {
+  const uint32_t magnitudes = word & 0x7F7F7F7Fu, lower = (word << 7) & 0x80808080u;
+  uint32_t upper = (word & 0x80808080u) | ((magnitudes >> 1) & 0x7F7F7F7Fu);
+  if constexpr (WEIGHTS) upper |= ((magnitudes + 0x01010101u) >> 1) & 0x40404040u;
+  return make_uint2(__byte_perm(lower, upper, 0x5140), __byte_perm(lower, upper, 0x7362));
 }
 
 template <int KIND>
@@ -65,7 +70,8 @@ struct Left {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kAsHalves<KIND>) {  // four codes of a row are two pairs of columns: of the first half, and of the second
-        v[i / 2 * 4 + i % 2] = halves_of(r[i], 0), v[i / 2 * 4 + i % 2 + 2] = halves_of(r[i], 1);
+        const uint2 h = halves_of<true>(r[i]);
+        v[i / 2 * 4 + i % 2] = h.x, v[i / 2 * 4 + i % 2 + 2] = h.y;
       } else {
         v[i] = r[i];
       }
@@ -77,7 +83,8 @@ struct Right {
   uint32_t v[kAsHalves<KIND> ? 4 : 2];
   __device__ __forceinline__ void set(uint32_t r0, uint32_t r1) {
     if constexpr (kAsHalves<KIND>) {
-      v[0] = halves_of(r0, 0), v[1] = halves_of(r0, 1), v[2] = halves_of(r1, 0), v[3] = halves_of(r1, 1);
+      const uint2 first = halves_of<false>(r0), second = halves_of<false>(r1);
+      v[0] = first.x, v[1] = first.y, v[2] = second.x, v[3] = second.y;
     } else {
       v[0] = r0, v[1] = r1;
     }
@@ -198,20 +205,19 @@ struct TilesBlock {
     }
   }
 
-  // Every two neighbouring outs of a row of x: store(row, out, sum, sum).
+  __device__ __forceinline__ int row_of(int j, int r) const { return m0 + warp_row + j * 8 + lane % 4 * 2 + r; }
+  __device__ __forceinline__ int out_of(int i) const { return out0 + warp_out + i * 16 + lane / 4 * 2; }
+  // Every two neighbouring outs of a row of x: store(i, j, r, sum, sum).
   template <class Store>
   __device__ __forceinline__ void each(const Sum (&acc)[S::kA][S::kB][4], Store store) const {
 #pragma unroll
     for (int j = 0; j < S::kB; ++j)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = m0 + warp_row + j * 8 + lane % 4 * 2 + r;
+      for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int i = 0; i < S::kA; ++i) {
-          const int out = out0 + warp_out + i * 16 + lane / 4 * 2;
-          if (row < a.m && out < a.outs) store(row, out, acc[i][j][r], acc[i][j][2 + r]);
+          if (row_of(j, r) < a.m && out_of(i) < a.outs) store(i, j, r, acc[i][j][r], acc[i][j][2 + r]);
         }
-      }
   }
 };
 
@@ -229,7 +235,7 @@ __device__ __forceinline__ float tiles_scale(const TilesArgs& a, int64_t matrix,
 }
 
 template <int KIND, int FORM, int N>
-__global__ void __launch_bounds__(kWorkers, TilesShape<N>::kAtOnce) tiles_kernel(const __grid_constant__ TilesArgs a) {
+__global__ void __launch_bounds__(kWorkers, kAtOnce<KIND, N>) tiles_kernel(const __grid_constant__ TilesArgs a) {
   using S = TilesShape<N>;
   using Sum = TilesSum<KIND>;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -247,8 +253,9 @@ __global__ void __launch_bounds__(kWorkers, TilesShape<N>::kAtOnce) tiles_kernel
   const bool even = a.outs % 2 == 0;
   if (a.sums) {
     uint32_t* sums = a.sums + split * a.results;
-    block.each(acc, [&](int row, int out, Sum v0, Sum v1) {
-      uint32_t* to = sums + (row0 + row) * a.outs + out;
+    block.each(acc, [&](int i, int j, int r, Sum v0, Sum v1) {
+      const int out = block.out_of(i);
+      uint32_t* to = sums + (row0 + block.row_of(j, r)) * a.outs + out;
       if (even) {
         *reinterpret_cast<uint2*>(to) = make_uint2(bits_of(v0), bits_of(v1));
       } else {
@@ -258,10 +265,21 @@ __global__ void __launch_bounds__(kWorkers, TilesShape<N>::kAtOnce) tiles_kernel
     });
     return;
   }
-  block.each(acc, [&](int row, int out, Sum v0, Sum v1) {
-    const float sx = a.x_scale[row0 + row], y0 = scaled<KIND>(v0, sx, tiles_scale(a, stored, out));
-    const float y1 = out + 1 < a.outs ? scaled<KIND>(v1, sx, tiles_scale(a, stored, out + 1)) : 0.f;
-    const int64_t at = (row0 + row) * a.outs + out;
+  float sx[S::kB][2], sw[S::kA][2];  // all before the first store, which might change them for all the compiler knows
+#pragma unroll
+  for (int i = 0; i < S::kA * 2; ++i) {
+    const int out = block.out_of(i / 2) + i % 2;
+    sw[i / 2][i % 2] = out < a.outs ? tiles_scale(a, stored, out) : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < S::kB * 2; ++i) {
+    const int row = block.row_of(i / 2, i % 2);
+    sx[i / 2][i % 2] = row < a.m ? a.x_scale[row0 + row] : 0.f;
+  }
+  block.each(acc, [&](int i, int j, int r, Sum v0, Sum v1) {
+    const float y0 = scaled<KIND>(v0, sx[j][r], sw[i][0]), y1 = scaled<KIND>(v1, sx[j][r], sw[i][1]);
+    const int out = block.out_of(i);
+    const int64_t at = (row0 + block.row_of(j, r)) * a.outs + out;
     if (even) {
       store_two(a.y, at, a.y_dtype, y0, y1);
     } else {
