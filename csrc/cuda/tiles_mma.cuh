@@ -7,7 +7,9 @@
 
 namespace eformer {
 
-#if __CUDA_ARCH__ >= 890 && (__CUDA_ARCH__ < 1000 || __CUDA_ARCH__ >= 1200)
+// Compilers know products of e4m3 from CUDA 12.4 on.
+#if __CUDA_ARCH__ >= 890 && (__CUDA_ARCH__ < 1000 || __CUDA_ARCH__ >= 1200) && \
+    (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4))
 #define EFORMER_HAS_FLOAT8_MMA 1
 #else
 #define EFORMER_HAS_FLOAT8_MMA 0
