@@ -42,7 +42,7 @@ struct TilesShape {
   static_assert(kShared <= 99 * 1024, "8.6 and 8.9 have no more");
 };
 
-// Codes as they are, or, of e4m3 where the matrix unit does not take these, as f16 divided by 256, which holds them.
+// Codes as they are, or, of e4m3 where there is no instruction for these, as f16 divided by 256, which holds them.
 template <int KIND>
 constexpr bool kAsHalves = KIND == kE4m3 && !EFORMER_HAS_FLOAT8_MMA;
 template <int KIND>

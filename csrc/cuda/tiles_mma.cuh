@@ -1,6 +1,6 @@
 // Matrix instructions for operands of 8 bits that are not Hopper's alone: 16 outs of W times 8 rows of x, 32 columns deep.
-// All GPUs from 8.0 on multiply integers so, 8.9 and 12.0 also e4m3. Elsewhere codes of e4m3 become f16 once, which holds
-// them. On 9.0 the compiler makes such products of others: tests run them there, and its PTX is for what comes later.
+// All GPUs from 8.0 on multiply integers so, 8.9 and 12.0 also e4m3. On 9.0, where tests run them, and on 10.x the compiler
+// makes products of e4m3 of conversions to f16, which holds them, and of products of that; before 8.9 tiles.cuh does so.
 #pragma once
 
 #include "common.cuh"
@@ -8,8 +8,7 @@
 namespace eformer {
 
 // Compilers know products of e4m3 from CUDA 12.4 on.
-#if __CUDA_ARCH__ >= 890 && (__CUDA_ARCH__ < 1000 || __CUDA_ARCH__ >= 1200) && \
-    (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4))
+#if __CUDA_ARCH__ >= 890 && (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 4))
 #define EFORMER_HAS_FLOAT8_MMA 1
 #else
 #define EFORMER_HAS_FLOAT8_MMA 0
