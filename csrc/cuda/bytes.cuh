@@ -103,24 +103,17 @@ struct BytesBlock {
   // Integers in the dot form come from shared memory; everything else goes through registers.
   static constexpr bool kInRegisters = FORM == kAxpy || KIND != kInt8;
 
-  // The left operand of four instructions. Dot form: 16 rows of outs. Axpy form: out of 128 rows (columns of W) of 128 outs
-  // a thread gets two neighbouring outs and, per register, four neighbours along the depth. Eight rows that are loaded
-  // together lie in different banks.
+  // The left operand of four instructions. Dot form: 16 rows of outs.
   struct Lanes {
-    uint32_t row, select_even, select_odd;
+    AcrossLanes across;
+    uint32_t row;
     int chunk;
     __device__ __forceinline__ void start(int group, int warp, int lane) {
       if constexpr (FORM == kDot) {
         row = group * 64 + warp * 16 + lane % 16, chunk = lane / 16;
-        return;
+      } else {
+        across.start(lane), chunk = group * 4 + warp;
       }
-      const int matrix = lane / 8, r = lane % 8, t = r / 2;  // matrix: halves of 16 rows, and which two rows of four
-      const bool swapped = t == 1 || t == 2;
-      const int upper = (matrix % 2) != static_cast<int>(swapped);
-      row = matrix / 2 * 16 + t * 4 + upper * 2 + r % 2;
-      chunk = group * 4 + warp;
-      const bool mine = lane % 4 == 1 || lane % 4 == 2;  // whose two words come the other way round
-      select_even = mine ? 0x2064 : 0x6420, select_odd = mine ? 0x3175 : 0x7531;
     }
     __device__ __forceinline__ void load(uint32_t (&frag)[4][4], uint32_t w) const {
 #pragma unroll
@@ -128,10 +121,7 @@ struct BytesBlock {
         if constexpr (FORM == kDot) {
           load_matrices(frag[k], w + row * 128 + (((2 * k + chunk) ^ (row & 7)) << 4));
         } else {
-          uint32_t r[4];
-          load_transposed(r, w + (k * 32 + row) * 128 + ((chunk ^ (row & 7)) << 4));
-          frag[k][0] = __byte_perm(r[0], r[1], select_even), frag[k][1] = __byte_perm(r[0], r[1], select_odd);
-          frag[k][2] = __byte_perm(r[2], r[3], select_even), frag[k][3] = __byte_perm(r[2], r[3], select_odd);
+          across.load(frag[k], w, k, chunk);
         }
       }
     }

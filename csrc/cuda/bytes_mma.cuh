@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "bytes_lanes.cuh"
 #include "wide_mma.cuh"
 
 namespace eformer {
@@ -67,13 +68,6 @@ __device__ __forceinline__ void wgmma_bytes(SumOf<KIND> (&c)[N / 2], uint64_t a,
   EFORMER_BYTES_BOTH(256, EFORMER_BYTES_SA, 128, "128", "129", "130")
 }
 
-// Four 8x8 matrices of pairs of bytes, transposed on the way: a thread gets pairs out of neighbouring rows.
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
 __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
                "r"(d)

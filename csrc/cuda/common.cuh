@@ -189,6 +189,17 @@ __device__ __forceinline__ void store_float(void* p, int64_t i, int dtype, float
   }
 }
 
+// Two neighbours, the first at an even place.
+__device__ __forceinline__ void store_two(void* p, int64_t i, int dtype, float v0, float v1) {
+  if (dtype == kF32) {
+    *reinterpret_cast<float2*>(static_cast<float*>(p) + i) = make_float2(v0, v1);
+  } else if (dtype == kBf16) {
+    *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p) + i) = __floats2bfloat162_rn(v0, v1);
+  } else {
+    *reinterpret_cast<__half2*>(static_cast<__half*>(p) + i) = __floats2half2_rn(v0, v1);
+  }
+}
+
 // A kernel that may start before the one in front of it has ended calls this before it reads anything.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

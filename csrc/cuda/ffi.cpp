@@ -137,11 +137,11 @@ ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi
 
 // x is rounded to codes, which go into `rounded` with their scales in `found`. `given` has no elements where the scales of x
 // are to be found.
-ffi::Error bytes(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
-                 ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U8>> rounded,
-                 ffi::Result<ffi::Buffer<ffi::F32>> found, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
-                 int64_t splits) {
-  BytesProduct p{};
+ffi::Error round_x(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                   ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::Result<ffi::Buffer<ffi::U8>> rounded, ffi::Result<ffi::Buffer<ffi::F32>> found, int64_t fmt, int64_t cols,
+                   int64_t block, int64_t axpy, BytesProduct* product) {
+  BytesProduct& p = *product;
   if (fmt != 1 && fmt != 8) return invalid("x is rounded to 8 bits for int8 and e4m3 weights only.");
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions(), rd = rounded->dimensions();
@@ -164,8 +164,34 @@ ffi::Error bytes(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ff
   if (cudaError_t e = round_rows(stream, r)) return finished(e);
   p.x = r.codes, p.x_scale = r.scale, p.m = xd[1], p.x_pitch = rd[2];
   p.y = y->untyped_data(), p.y_dtype = *y_type;
-  p.axpy = axpy != 0, p.width = static_cast<int>(width), p.splits = static_cast<int>(splits);
+  p.axpy = axpy != 0;
+  return ffi::Error::Success();
+}
+
+ffi::Error bytes(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                 ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U8>> rounded,
+                 ffi::Result<ffi::Buffer<ffi::F32>> found, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+                 int64_t splits) {
+  BytesProduct p{};
+  ffi::Error e = round_x(stream, x, codes, scale, given, index, y, rounded, found, fmt, cols, block, axpy, &p);
+  if (e.failure()) return e;
+  p.width = static_cast<int>(width), p.splits = static_cast<int>(splits);
   return finished(multiply_bytes(stream, p));
+}
+
+// The same elsewhere than on Hopper, with a place for the sums of splits.
+ffi::Error tiles(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+                 ffi::Buffer<ffi::F32> given, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U8>> rounded,
+                 ffi::Result<ffi::Buffer<ffi::F32>> found, ffi::Result<ffi::Buffer<ffi::U32>> sums, int64_t fmt, int64_t cols, int64_t block,
+                 int64_t axpy, int64_t width, int64_t splits) {
+  BytesProduct p{};
+  ffi::Error e = round_x(stream, x, codes, scale, given, index, y, rounded, found, fmt, cols, block, axpy, &p);
+  if (e.failure()) return e;
+  if (splits > 1 && static_cast<int64_t>(sums->element_count()) < splits * static_cast<int64_t>(y->element_count()))
+    return invalid("the work space is too small for the splits.");
+  p.width = static_cast<int>(width), p.splits = static_cast<int>(splits);
+  p.sums = splits > 1 ? sums->typed_data() : nullptr;
+  return finished(multiply_tiles(stream, p));
 }
 
 ffi::Error ragged(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
@@ -320,6 +346,25 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaBytes, bytes,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("axpy")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("splits"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaTiles, tiles,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U32>>()
                                   .Attr<int64_t>("fmt")
                                   .Attr<int64_t>("cols")
                                   .Attr<int64_t>("block")

@@ -73,7 +73,7 @@ struct WideProduct {
 cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w);
 cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w);
 
-// Codes of 8 bits on both sides, on Hopper: rows of x are rounded, then multiplied.
+// Codes of 8 bits on both sides: rows of x are rounded, then multiplied, on Hopper or elsewhere.
 struct RoundedRows {
   const void* x;
   int x_dtype;
@@ -93,8 +93,10 @@ struct BytesProduct {
   void* y;
   int y_dtype;
   int axpy, width, splits;  // rows of x per block, blocks that share a tile
+  uint32_t* sums;           // elsewhere than on Hopper: splits * count * m * outs when splits > 1
 };
 cudaError_t multiply_bytes(cudaStream_t stream, const BytesProduct& p);
+cudaError_t multiply_tiles(cudaStream_t stream, const BytesProduct& p);
 
 // One token over a cache whose rows are codes of 8 bits with a float32 scale each, or of 4 bits with a bfloat16 scale for
 // every 64. The stack is one of heads: `stack.count` of them for every entry.

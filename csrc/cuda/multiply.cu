@@ -150,11 +150,20 @@ cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w) {
 cudaError_t multiply_bytes(cudaStream_t stream, const BytesProduct& p) {
   Device device;
   if (cudaError_t e = current_device(&device)) return e;
-  if (device.major != 9) return cudaErrorNotSupported;
+  if (device.major != 9) return multiply_tiles(stream, p);  // a program that was exported for Hopper
   if (p.d.fmt == 1) {
     return p.axpy ? multiply_bytes<kInt8, kAxpy>(stream, p, device) : multiply_bytes<kInt8, kDot>(stream, p, device);
   }
   return p.axpy ? multiply_bytes<kE4m3, kAxpy>(stream, p, device) : multiply_bytes<kE4m3, kDot>(stream, p, device);
+}
+cudaError_t multiply_tiles(cudaStream_t stream, const BytesProduct& p) {
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  if (device.major < 8) return cudaErrorNotSupported;
+  if (p.d.fmt == 1) {
+    return p.axpy ? multiply_tiles<kInt8, kAxpy>(stream, p, device) : multiply_tiles<kInt8, kDot>(stream, p, device);
+  }
+  return p.axpy ? multiply_tiles<kE4m3, kAxpy>(stream, p, device) : multiply_tiles<kE4m3, kDot>(stream, p, device);
 }
 
 }  // namespace eformer

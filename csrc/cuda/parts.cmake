@@ -25,6 +25,7 @@ namespace eformer {
 #define S(FMT, TERMS) template cudaError_t multiply_skinny<FMT, @type@, TERMS>(cudaStream_t, const Product&, const Device&);
 #define D(FMT) template cudaError_t multiply_dot<FMT, @type@>(cudaStream_t, const Product&, const Device&);
 #define B(KIND) template cudaError_t multiply_bytes<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
+#define T(KIND) template cudaError_t multiply_tiles<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define W(FMT, TERMS) template cudaError_t multiply_wide<FMT, @type@, @form@, TERMS>(cudaStream_t, const WideProduct&);
 @lines@
 }  // namespace eformer
@@ -60,5 +61,6 @@ foreach(form kDot kAxpy)
   eformer_part(wide_bf16_${form}_blocks wide_launch.cuh "W(kInt8Block, 1) W(kE4m3Block, 1)")
   foreach(kind kInt8 kE4m3)
     eformer_part(bytes_${form}_${kind} bytes_launch.cuh "B(${kind})")
+    eformer_part(tiles_${form}_${kind} tiles_launch.cuh "T(${kind})")
   endforeach()
 endforeach()

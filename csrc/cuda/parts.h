@@ -17,5 +17,7 @@ template <int FMT, class E, int FORM, int TERMS>
 cudaError_t multiply_wide(cudaStream_t stream, const WideProduct& w);
 template <int KIND, int FORM>
 cudaError_t multiply_bytes(cudaStream_t stream, const BytesProduct& p, const Device& device);
+template <int KIND, int FORM>
+cudaError_t multiply_tiles(cudaStream_t stream, const BytesProduct& p, const Device& device);
 
 }  // namespace eformer

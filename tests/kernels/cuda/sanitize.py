@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import eformer as ef
 from eformer._kernels import cuda, qgather, qmatmul, qragged_dot
 from eformer._kernels.attention import attend
-from eformer._kernels.cuda import _attention, _wide
+from eformer._kernels.cuda import _attention, _tiles, _wide
 from eformer._kernels.formats import FORMATS
 from eformer._kernels.matmul import IN_STACK
 from eformer._kernels.parameters import parameters_of
@@ -109,14 +110,18 @@ def main() -> None:
         found = jax.block_until_ready((y, back, looked_up, ragged, entry))
         assert all(bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in found)
     print(f"{len(table)} products, each with its ragged twin, an entry of a stack and a lookup: finite")
-    for fmt, activations, form, m in ROUNDED:
+    hopper, _tiles.capability = _wide.has_wgmma, lambda: "8.9"
+    for tiles, (fmt, activations, form, m) in itertools.product((False, True), ROUNDED):
+        _wide.has_wgmma = (lambda: False) if tiles else hopper  # the kernel of other GPUs
+        jax.clear_caches()
         x = jnp.asarray(rng.standard_normal((m, 1280 if form == "dot" else 144)), jnp.bfloat16)
         codes = jnp.asarray(rng.integers(0, 64, (144, 1280)), jnp.int8 if fmt == "int8" else jnp.uint8)
         scale = jnp.ones((144, 1) if form == "dot" else (1, 1280))
         for multiply in (qmatmul, in_stack):
             y = multiply(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
-    print(f"{len(ROUNDED)} products that round x: finite")
+    _wide.has_wgmma = hopper
+    print(f"{len(ROUNDED)} products that round x, by both kernels: finite")
     check_attention(rng)
 
 

@@ -166,9 +166,13 @@ def test_what_is_taken_and_what_is_refused() -> None:
         assert "@eformer_cuda_bytes" in lowered(functools.partial(product, fmt, form), *make(fmt, form, 9, 128, 64))
     refused = {
         "not int8 with fp8": choice("int8", "fp8"),
+        "not fp8_e5m2 with fp8": choice("fp8_e5m2", "fp8"),
         "rows of 120 bytes": choice(form="axpy", n=120),
         "differ along what is summed up": choice(scale=jnp.ones((1, 256))),
     }
+    x, blocks = jnp.ones((4, 256), jnp.bfloat16), jnp.zeros((128, 2, 128), jnp.uint8)
+    how = {"fmt": "fp8_e4m3_block", "form": "dot", "cols": 256, "activations": "fp8"}
+    refused["has scales of blocks"] = explain(product_problem(x, blocks, jnp.ones((128, 2)), "cuda", **how))
     for reason, found in refused.items():
         assert found.name == "xla"
         assert reason in dict(found.rejected)["native_cuda"]

@@ -29,7 +29,7 @@ from ..native import (
     storage_attributes,
 )
 from ..parameters import Problem
-from . import _attention, _bytes, _wide, ways
+from . import _attention, _bytes, _tiles, _wide, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
@@ -45,6 +45,7 @@ LIBRARY = library_of(
         "gather": "EformerCudaQgather",
         "dequant": "EformerCudaDequant",
         "attention": "EformerCudaAttention",
+        "tiles": "EformerCudaTiles",
     },
 )
 
@@ -81,7 +82,10 @@ def _refuses_few(problem: Problem) -> str | None:
 
 
 def refuses_rounded(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or _bytes.refuses(problem) or refuses_machine(problem.platform)
+    why = _bytes.refuses(problem) or LIMITS.refuses_product(problem)
+    if not why and not _wide.has_wgmma():
+        why = _tiles.refuses(problem)
+    return why or refuses_machine(problem.platform)
 
 
 def refuses_ragged(problem: Problem) -> str | None:
@@ -211,9 +215,13 @@ def byte_matmul(
     outs = problem.rows if problem.form == "dot" else problem.cols
     rounded = ((batch, m, -(-deep // 16) * 16), jnp.uint8)
     results = [((batch, m, outs), problem.out_dtype), rounded, ((batch, m), F32)]
-    how = {"axpy": int(problem.form == "axpy"), **_bytes.cut(batch, m, outs, deep)._asdict()}
+    hopper = _wide.has_wgmma()
+    cut = (_bytes if hopper else _tiles).cut(batch, m, outs, deep)
+    if not hopper:
+        results.append(((cut.splits * batch * m * outs if cut.splits > 1 else 0,), jnp.uint32))
+    how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
     operands = (x, codes, scale, given, _number(index))
-    y, *_ = call(LIBRARY, "bytes", results, operands, **storage_attributes(problem), **how)
+    y, *_ = call(LIBRARY, "bytes" if hopper else "tiles", results, operands, **storage_attributes(problem), **how)
     return y.reshape(*problem.batch, m, outs)
 
 

@@ -1,4 +1,4 @@
-"""Products that round x to 8 bits, on Hopper: csrc/cuda/bytes.cuh, and how they are cut up for it.
+"""Products that round x to 8 bits: which are taken, and how they are cut up for Hopper's kernel (csrc/cuda/bytes.cuh).
 
 `outs` are the results of one row of x, `deep` is the contracted axis.
 """
@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..parameters import Problem
-from .tuning import capability
 
 OUTS, DEEP = 128, 128  # of a block, of a stage
 ROUNDED = MappingProxyType({"int8": "int8", "fp8_e4m3": "fp8"})  # codes of weights, and of x
@@ -19,7 +18,9 @@ MOST_DEEP = 1 << 17  # products of integers whose sum int32 holds
 
 
 def refuses(problem: Problem) -> str | None:
-    """Why the kernel cannot take a product that rounds x; None means that it can."""
+    """Why no kernel takes a product that rounds x, whatever the GPU; None means that there is one."""
+    if problem.format.blocked:
+        return f"{problem.fmt} has scales of blocks, and it takes one per result: rounded rows are multiplied as floats"
     if ROUNDED.get(problem.fmt) != problem.activations:
         return f"it multiplies int8 with int8 and e4m3 with e4m3, not {problem.fmt} with {problem.activations}"
     if not problem.scales_results_only:
@@ -28,8 +29,6 @@ def refuses(problem: Problem) -> str | None:
         return f"rows of {problem.cols} bytes; it takes multiples of 16"
     if problem.fmt == "int8" and (problem.cols if problem.form == "dot" else problem.rows) > MOST_DEEP:
         return f"sums of more than {MOST_DEEP} products do not fit int32"
-    if capability() != "9.0":
-        return f"compute capability {capability()}; its instruction is there in 9.0 alone"
     return None
 
 

@@ -71,6 +71,16 @@ def capability() -> str:
     return getattr(device, "compute_capability", "")
 
 
+@functools.cache
+def multiprocessors() -> int:
+    """Of the first GPU; those of its generation where it does not say, or where there is none."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return generation().multiprocessors
+    return getattr(device, "core_count", 0) or generation().multiprocessors
+
+
 def generation() -> Generation:
     return TABLE.get(capability(), TABLE[DEFAULT])
 
