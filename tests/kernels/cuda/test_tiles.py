@@ -102,7 +102,7 @@ def choice(fmt: str, m: int = 9, form: str = "dot") -> Any:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = native.Loaded(Path("libeformer_cuda.so"), SimpleNamespace(EformerCudaTiles=None), None)
+    there = native.Loaded(Path("libeformer_cuda.so"), SimpleNamespace(), None)
     monkeypatch.setattr(cuda, "loaded", lambda: there)
     here = ["8.0"]
     monkeypatch.setattr(_tiles, "capability", lambda: here[0])
@@ -120,9 +120,6 @@ def test_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
             assert f"{here[0]} it converts e4m3 to float16, and more than 128" in dict(many.rejected)["native_cuda"]
     for here[0] in ("7.5", ""):
         assert "its instructions are there from 8.0 on" in dict(choice("int8").rejected)["native_cuda"]
-    here[0] = "8.9"
-    monkeypatch.setattr(cuda, "loaded", lambda: native.Loaded(there.path, SimpleNamespace(), None))
-    assert "built before there was a kernel for this" in dict(choice("int8").rejected)["native_cuda"]
 
 
 def test_the_cut_is_one_the_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
