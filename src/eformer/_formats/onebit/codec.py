@@ -189,8 +189,9 @@ def unpack(packed: jax.Array, *, axis: int, bits: int, size: int) -> jax.Array:
     lead, trail = rows.shape[: at + 1], rows.shape[at + 1 :]
     place = lax.broadcasted_iota(jnp.uint8, (*lead, per_byte, *trail), at + 1)
     shift = jnp.uint8(8 - bits) - place * jnp.uint8(bits)
-    field = ((jnp.expand_dims(rows, at + 1) >> shift) & jnp.uint8(2**bits - 1)).astype(jnp.int8)
-    codes = field - 1 if bits == 2 else 2 * field - 1
+    field = ((jnp.expand_dims(rows, at + 1) >> shift) & jnp.uint8(2**bits - 1)).astype(jnp.int16)
+    # In int16: XLA's CPU backend (jaxlib 0.10, 0.12) reduces products of factors with 8-bit arithmetic to garbage.
+    codes = (field - 1 if bits == 2 else 2 * field - 1).astype(jnp.int8)
     dense = codes.reshape(*lead[:-1], lead[-1] * per_byte, *trail)
     return lax.slice_in_dim(dense, 0, size, axis=at)
 
