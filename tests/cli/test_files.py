@@ -203,3 +203,26 @@ def test_errors_are_one_line(
     assert said.err.startswith(f"eformer {argv.split()[0]}: ")
     assert words in said.err
     assert jax.devices()  # nothing above left JAX in a bad state
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("quantise a b", "Did you mean quantize?"),
+        ("quantize a b --dtype int4", "unrecognized arguments: --dtype int4. Did you mean --format?"),
+        ("quantize a b --bits 4", "Did you mean --format?"),
+        ("report a --agianst b", "Did you mean --against?"),
+        ("report a --zzz", "unrecognized arguments: --zzz\n"),
+    ],
+)
+def test_mistyped_words_are_named(line: str, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert message in capsys.readouterr().err
+
+
+def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]):
+    for line, start in (("help", "usage: eformer [--version]"), ("help report", "usage: eformer report")):
+        with pytest.raises(SystemExit, match="0"):
+            main(line.split())
+        assert capsys.readouterr().out.startswith(start)

@@ -220,3 +220,12 @@ def test_bad_arguments():
         codec.unpack(np.ones((4, 4), np.uint8), axis=-1, bits=2, size=12)
     with pytest.raises(ValueError, match="binary"):
         codec.encode(w, 0.5, kind="binary", axis=-1)
+
+
+@pytest.mark.parametrize("kind", ["ternary", "binary"])
+def test_decoded_arrays_may_be_multiplied_and_summed(kind):
+    """XLA fuses decoding into the reduction, where its CPU backend gets 8-bit arithmetic wrong."""
+    a, b = (Array1B.from_float(jnp.asarray(normal((128, 192), seed)), kind) for seed in (1, 2))
+    summed = jax.jit(lambda a, b: jnp.sum(a.materialize() * b.materialize()))
+    want = np.sum(np.asarray(a.materialize(), np.float64) * np.asarray(b.materialize(), np.float64))
+    np.testing.assert_allclose(summed(a, b), want, rtol=1e-4, atol=1e-2)

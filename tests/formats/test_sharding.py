@@ -306,3 +306,26 @@ def test_explicit_mesh(kind: str) -> None:
     assert y.sharding.spec == P("b", "a")
     assert bare.materialize().sharding == NamedSharding(mesh, P("a", None))  # where no mesh is active
     check(np.asarray(y), np.asarray(want))
+
+
+@pytest.mark.parametrize("spec", [P(None, "a"), P("a", None)])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("nf4", {}), ("int8", {}), ("ternary", {}), ("int4", {"activations": "int8"})]
+)
+def test_explicit_axes_are_left_and_changed_in_packed_form(kind: str, options, spec: P) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    whole, rows = made(kind, weights(kind, "explicit"), **options), jnp.array([[3, 0], [255, 7]])
+    x = normal(seeded("explicit"), 8, K)
+    with jax.set_mesh(mesh), materialization_policy("error"):
+        q = implicit(lambda q: jax.device_put(q, NamedSharding(mesh, spec)))(whole)
+        picked = jax.jit(implicit(lambda q: q.at[rows].get(out_sharding=P("b"))))(q)
+        check(picked, whole.materialize()[rows])
+        assert jax.typeof(picked).sharding.spec == P("b", None, None)
+        multiply = jax.sharding.auto_axes(lambda x, q: x @ q, out_sharding=P("b", None))
+        check(jax.jit(implicit(multiply))(x, q), x @ whole)
+        for to in (P(None, None), NamedSharding(mesh, P(None, None))):
+            move = implicit(lambda q, to=to: jax.sharding.reshard(q, to))
+            for moved in (move(q), jax.jit(move)(q)):
+                assert type(moved) is type(q)
+                assert local_share(moved) == 1
+                check(x @ moved, x @ whole)

@@ -125,3 +125,19 @@ def test_a_configuration_that_is_no_object(tmp_path: Path):
     with pytest.raises(files.CheckpointError, match=r"config.json: does not hold an object"):
         files.quantize_folder(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (b"GGUF\x03\0\0\0", r"is a GGUF file, not a safetensors file. Read it with eformer.load_checkpoint"),
+        (b"PK\x03\x04\0\0\0\0", r"is a zip file, as torch.save .* reads those of torch whose names end in .bin"),
+        (b"version https://git-lfs", r"is a pointer of Git LFS, .* git lfs pull"),
+        (b"<!DOCTYPE html>", "is a web page"),
+    ],
+)
+def test_files_of_other_kinds_are_named(start: bytes, message: str, tmp_path: Path):
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(start + bytes(100))
+    with pytest.raises(files.CheckpointError, match=message):
+        files.load(file)

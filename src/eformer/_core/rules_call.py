@@ -93,6 +93,19 @@ def _sharding_constraint(primitive: Any, values: list[Any], params: dict[str, An
     return _split_as(jtu.tree_map(jax.lax.with_sharding_constraint, q, target), params["sharding"])
 
 
+@rule("reshard")
+def _reshard(primitive: Any, values: list[Any], params: dict[str, Any]) -> Any:
+    """Also how an array enters `auto_axes`, as the operand of a lookup with `out_sharding` does."""
+    (q,) = values
+    asked = params["dst_sharding"]
+    mesh = params.get("concrete_mesh") or asked.mesh
+    target = child_shardings(q, NamedSharding(mesh, asked.spec))
+    if target is None:
+        return type(q).default_handler(primitive, q, params=params)
+    moved = jtu.tree_map(jax.sharding.reshard, q, target)
+    return _split_as(moved, NamedSharding(mesh, asked.spec) if mesh.are_all_axes_explicit else None)
+
+
 def _split_as(q: Any, sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return split_as(q, None)

@@ -270,7 +270,7 @@ def abstract_materialize(q: Any, key: Any = None) -> Any:
             out = out.materialize()
         return out
 
-    with _abstractly(key), explained(q):
+    with _abstractly(key), explained(q), avals.in_mesh_of(leaves):
         out = jax.eval_shape(run, *map(_struct, leaves))
     if not hasattr(out, "shape"):
         raise errors.InvalidImplicitArrayError(

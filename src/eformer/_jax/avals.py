@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -131,6 +132,15 @@ def explicit_sharding_of(leaf: Any) -> Any:
         return None
     mesh = sharding.mesh
     return sharding if not mesh.empty and mesh._any_axis_explicit else None
+
+
+def in_mesh_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Where operations on these may be traced: `auto_axes` asks for types of arguments when it has changed the mesh."""
+    found = next((s.mesh.abstract_mesh for s in map(explicit_sharding_of, leaves) if s is not None), None)
+    current = jax.sharding.get_abstract_mesh()
+    if found is None or current.empty or current == found:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(found)
 
 
 def on_every_device(x: jax.Array) -> jax.Array:

@@ -8,14 +8,16 @@ installed (the extra `cli`), in plain text without it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from eformer._table import are_numbers, lines, printable
 from eformer.errors import CheckpointError
@@ -36,6 +38,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("eformer.cli.doctor", "versions, native kernels, a self-check and a few timings"),
 }
 INTERRUPTED = 130
+# Options by other names: those of the functions, and of other programs.
+_MEANT = {"--dtype": "--format", "--bits": "--format", "--group-size": "--block-size"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` is by default that of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
     if given[:1] == ["demo"]:
         return _said("eformer demo", "the demonstration is not part of the package; run `make demo` in a checkout", 2)
     if not given or given[0] not in COMMANDS:
@@ -55,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, text: str, command: Any, argv: Sequence[str]) -> int:
     """Run a module that is a command. Expected errors become one line; bugs keep their traceback."""
-    parser = argparse.ArgumentParser(prog=name, description=text)
+    parser = _Parser(prog=name, description=text)
     command.add_arguments(parser)
     options = parser.parse_args(argv)
     try:
@@ -72,6 +78,20 @@ def run_command(name: str, text: str, command: Any, argv: Sequence[str]) -> int:
         return _said(name, f"interrupted{again}", INTERRUPTED)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names what a mistyped option or command may have been meant to be."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        words = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
+        if message.startswith("argument command"):
+            known, words = list(COMMANDS), re.findall(r"invalid choice: '([^']*)'", message)
+        for word in words:
+            meant = [_MEANT[word]] if _MEANT.get(word) in known else difflib.get_close_matches(word, known, 1)
+            message += f". Did you mean {meant[0]}?" if meant else ""
+        super().error(message)
+
+
 def _said(name: str, what: object, status: int) -> int:
     print(f"{name}: {' '.join(str(what).split())}", file=sys.stderr)
     return status
@@ -79,7 +99,7 @@ def _said(name: str, what: object, status: int) -> int:
 
 def _without_command(given: list[str]) -> int:
     lines = [f"  {name:12} {text}" for name, (_, text) in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="eformer",
         usage="eformer [--version] COMMAND ...",
         description="Quantized arrays for JAX.",

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eformer._messages import called_otherwise
+
 from .. import arguments as _arguments
 from ..base import Sharding
 from ..gradients import frozen
@@ -20,6 +22,7 @@ FORMATS: dict[str, tuple[int, int | None, Any]] = {
     "int8": (8, None, jnp.float32),
     "int4": (4, 64, jnp.bfloat16),
 }
+_NAMES = {"bits": 'the format is format="int{value}"', "group_size": "values that share a scale are block_size={value}"}
 NO_GRADIENT = """\
 a gradient through a QuantizedCache was requested: rows are rounded when they are written, and rounding has no useful
 derivative. Train with a dense cache, or attend without one; or write rows that are not differentiated:
@@ -83,6 +86,7 @@ class QuantizedCache(ArrayInt):
         return (codes[..., 0, :] if self._whole_rows else codes), scale
 
     @classmethod
+    @called_otherwise(**_NAMES)
     def zeros(
         cls,
         shape: Sequence[int],
@@ -113,11 +117,12 @@ class QuantizedCache(ArrayInt):
         nothing = 0 if bits == 8 else 0x88  # the code of 0 in both halves of a byte
         packed = jnp.full((*shape[:-1], blocks, block * bits // 8), nothing, jnp.int8 if bits == 8 else jnp.uint8)
         scale, pad = jnp.zeros((*shape[:-1], blocks), scale_dtype), blocks * block - shape[-1]
-        dtype = _arguments.checked_dtype(dtype, jnp.float32, "a cache")
+        dtype = _read_as(dtype, jnp.float32)
         made = cls(packed, scale, bits=bits, block_size=block, axis=-1, pad=pad, dtype=dtype)
         return made if sharding is None else made.with_sharding(sharding)
 
     @classmethod
+    @called_otherwise(**_NAMES)
     def quantize(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
         array: jax.Array,
@@ -132,7 +137,7 @@ class QuantizedCache(ArrayInt):
         bits, block, scale_dtype = _layout(format, array.shape[-1], block_size, scale_dtype)
         options: dict[str, Any] = {"bits": bits, "block_size": block}
         packed, scale, _ = codec.encode(array, axis=-1, scale_dtype=scale_dtype, **options)
-        dtype = _arguments.checked_dtype(dtype, array.dtype, "a cache")
+        dtype = _read_as(dtype, array.dtype)
         pad = packed.shape[-2] * block - array.shape[-1]
         return _arguments.keep_sharding(cls(packed, scale, axis=-1, pad=pad, dtype=dtype, **options), array)
 
@@ -146,3 +151,11 @@ def _layout(format: str, size: int, block_size: Any, scale_dtype: Any) -> tuple[
     whole = codec.whole_rows(size)
     block = whole if block is None or block > whole else block
     return bits, block, codec.check_scale_dtype(dtype if scale_dtype is None else scale_dtype)
+
+
+def _read_as(dtype: Any, default: Any) -> Any:
+    for name in (dtype, getattr(dtype, "__name__", None)):
+        if str(name) in FORMATS:
+            what = f"dtype={name} is not allowed: it is what values are read as, a floating type."
+            raise TypeError(f"{what} How they are stored is format={str(name)!r}.")
+    return _arguments.checked_dtype(dtype, default, "a cache")

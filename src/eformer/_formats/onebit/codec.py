@@ -176,8 +176,12 @@ def unpack(packed: jax.Array, *, axis: int, bits: int, size: int) -> jax.Array:
 
 
 def meaning(fields: jax.Array, bits: int) -> jax.Array:
-    """The int8 codes that stored fields stand for."""
-    return fields.astype(jnp.int8) - 1 if bits == 2 else 2 * fields.astype(jnp.int8) - 1
+    """The int8 codes that stored fields stand for.
+
+    In int16: XLA's CPU backend (jaxlib 0.10, 0.12) reduces products of factors with 8-bit arithmetic to garbage.
+    """
+    wide = fields.astype(jnp.int16)
+    return (wide - 1 if bits == 2 else 2 * wide - 1).astype(jnp.int8)
 
 
 def _pack_pairs(codes: jax.Array, at: int, bits: int) -> jax.Array:

@@ -29,7 +29,8 @@ def _plan_fp8(suffix: str) -> Any:
         tiles = (-(-rows // _TILE), -(-size // _TILE))
         stated = config.get("weight_block_size")
         if stated not in (None, [_TILE, _TILE]) and len(scale.shape) == 2 and min(scale.shape) > 1:
-            raise wrong(suffix, f"has a scale per block of {stated!r:.50}; only [{_TILE}, {_TILE}] is read.")
+            what = f"has a scale per block of {stated!r:.50}; only [{_TILE}, {_TILE}] is read."
+            raise wrong(suffix, what, "Decode it with the program that made it, and quantize that.")
         allowed = ((), (1,), (1, 1), (rows,), (rows, 1), tiles)
         if scale.shape not in allowed:
             what = f"is {text_of(scale)}, but a weight {text_of(codes)} has one scale, {rows}, or {list(tiles)}."

@@ -64,6 +64,10 @@ TYPES: dict[int, BlockType] = {
     30: BlockType("BF16", 1, 2, "bfloat16"),
     39: BlockType("MXFP4", 32, 17),
 }
+_NOT_READ = {
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +122,9 @@ def _tensor_entry(cursor: _Cursor, file: Any) -> tuple[str, tuple[int, ...], Blo
     offset = cursor.number("<Q")
     if code not in TYPES:
         known = ", ".join(t.name for t in TYPES.values())
-        raise CheckpointError(f"is of the ggml type {code}; supported are {known}.", file=file, tensor=name)
+        what = f"is of the ggml type {_NOT_READ.get(code, code)}; supported are {known}."
+        fix = "Make the file again in one of these: llama-quantize --allow-requantize OLD.gguf NEW.gguf Q4_K_M"
+        raise CheckpointError(what, file=file, tensor=name, fix=fix)
     kind = TYPES[code]
     if math.prod(n for n in shape if n) > 1 << 60 or (shape[-1] if shape else 1) % kind.values:
         what = f"has the shape {list(shape)}, but {kind.name} holds rows of whole blocks of {kind.values} values."

@@ -63,9 +63,13 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     stated = None if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
     fitting = [b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
     fitting = sorted(fitting, key=lambda b: (b != stated, out * b % 32 != 0))
-    if not fitting or stated not in (None, fitting[0]):
-        what = f"is {text_of(zeros)} for {out} outputs and codes {text_of(codes)}, which fits no number of bits"
-        raise wrong(".qzeros", f"{what} in {_GPTQ_BITS}; the quantization config says bits={stated}.")
+    found = f"is {text_of(zeros)} for {out} outputs and codes {text_of(codes)}, which fits"
+    said = f"the quantization config says bits={stated}."
+    if not fitting:
+        raise wrong(".qzeros", f"{found} no number of bits in {_GPTQ_BITS}; {said}")
+    if stated not in (None, fitting[0]):
+        fix = f"Pass quantization={{'bits': {fitting[0]}}} if that is what it is."
+        raise wrong(".qzeros", f"{found} bits={fitting[0]}, but {said}", fix)
     bits = fitting[0]
     size = codes.shape[0] * 32 // bits
     group = group_size(None if config.get("dynamic") else config.get("group_size"), size, groups, ".scales")

@@ -105,6 +105,16 @@ MAX_HEADER = 100_000_000
 MAX_RANK = 32
 _MAX_ELEMENTS = 1 << 60
 TRUNCATED = "The file is truncated or not a safetensors file; fetch it again."
+# How files of other kinds begin. As the length of a header each of these is more than MAX_HEADER.
+_OTHERS = {
+    b"GGUF": ("a GGUF file", "Read it with eformer.load_checkpoint(path)."),
+    b"PK\x03\x04": (
+        "a zip file, as torch.save and numpy.savez write",
+        "eformer.load_checkpoint(path) reads those of torch whose names end in .bin, .pt or .pth.",
+    ),
+    b"version ": ("a pointer of Git LFS", "Fetch the file itself: git lfs pull"),
+    b"<!DOCTYP": ("a web page", "Fetch the file itself."),
+}
 
 # JAX on the CPU takes an array without copying it if it begins at a multiple of 64 bytes.
 ALIGNMENT = 64
@@ -139,7 +149,11 @@ def read_header(descriptor: int, file: Any) -> Header:
     size = os.fstat(descriptor).st_size
     if size < 8:
         raise CheckpointError(f"has {size} bytes, too few for a header.", file=file, fix=TRUNCATED)
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    start = os.pread(descriptor, 8, 0)
+    length = int.from_bytes(start, "little")
+    for magic, (kind, fix) in _OTHERS.items():
+        if start.startswith(magic):
+            raise CheckpointError(f"is {kind}, not a safetensors file.", file=file, fix=fix)
     if length > MAX_HEADER or 8 + length > size:
         what = f"claims a header of {length:,} bytes, but has {size:,} bytes (allowed: up to {MAX_HEADER:,})."
         raise CheckpointError(what, file=file, fix=TRUNCATED)
