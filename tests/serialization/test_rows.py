@@ -22,11 +22,11 @@ from .trees import assert_same
 # What makes a checkpoint, and how many pieces there should be.
 CASES: dict[str, tuple[Any, int]] = {
     "gptq": (lambda rng: made.gptq(rng, out=128), 16),
-    "gptq, symmetric": (lambda rng: made.gptq(rng, out=256, sym=True), 16),
+    "gptq, symmetric": (lambda rng: made.gptq(rng, out=256, sym=True), 32),
     "gptq, act order": (lambda rng: made.gptq(rng, out=128, act_order=True), 16),
     "gptq, act order, square": (lambda rng: made.gptq(rng, size=128, out=128, act_order=True), 16),
     "gptq, 3 bits": (lambda rng: made.gptq(rng, out=128, bits=3), 1),  # zero points cross words
-    "gptq, 8 bits": (lambda rng: made.gptq(rng, out=128, bits=8), 16),
+    "gptq, 8 bits": (lambda rng: made.gptq(rng, out=128, bits=8), 32),
     "gptq, 2 bits": (lambda rng: made.gptq(rng, out=128, bits=2, group=16), 8),
     "gptq, 8 outputs": (lambda rng: made.gptq(rng, out=8), 1),  # all zero points in one word
     "gptq, 24 outputs": (lambda rng: made.gptq(rng, out=24), 1),
@@ -37,21 +37,21 @@ CASES: dict[str, tuple[Any, int]] = {
     "mlx, experts": (lambda rng: made.mlx(rng, lead=(4,)), 4),
     "mlx mxfp4": (lambda rng: made.in_blocks("mxfp4")(rng, by="mlx", out=16), 16),
     "nvfp4": (lambda rng: made.in_blocks("nvfp4")(rng, by="compressed-tensors", out=16), 16),
-    "pack-quantized": (lambda rng: made.pack_quantized(rng, out=32), 16),
+    "pack-quantized": (lambda rng: made.pack_quantized(rng, out=32), 32),
     "pack-quantized, zero points": (lambda rng: made.pack_quantized(rng, out=128, zeros=True), 16),
     "pack-quantized, 12 rows": (lambda rng: made.pack_quantized(rng, out=12, zeros=True), 1),
     "pack-quantized, 3 bits of old": (lambda rng: made.pack_quantized(rng, bits=3, crossing=False, zeros=True), 1),
     "pack-quantized, 640 of them": (
-        lambda rng: made.pack_quantized(rng, bits=3, out=640, crossing=False, zeros=True), 16,
+        lambda rng: made.pack_quantized(rng, bits=3, out=640, crossing=False, zeros=True), 32,
     ),
     "pack-quantized, act order": (
         lambda rng: made.pack_quantized(rng, size=128, out=128, zeros=True, act_order=True), 16,
     ),
-    "pack-quantized, old": (lambda rng: made.pack_quantized(rng, size=128, out=128, zeros=True, old=True), 16),
+    "pack-quantized, old": (lambda rng: made.pack_quantized(rng, size=128, out=128, zeros=True, old=True), 32),
     "int-quantized": (made.int_quantized, 2),
     "LLM.int8": (made.llm_int8, 2),
     "fp8, tiles": (lambda rng: made.fp8(rng, out=512, scale=(4, 3)), 4),
-    "fp8, one tile": (lambda rng: made.fp8(rng, out=128, scale=(1, 3)), 16),
+    "fp8, one tile": (lambda rng: made.fp8(rng, out=128, scale=(1, 3)), 32),
     "fp8, 200 rows": (lambda rng: made.fp8(rng), 1),
     "fp8, tensor": (lambda rng: made.fp8(rng, name="weight_scale", scale=()), 8),
     "mxfp4 experts": (made.mxfp4_experts, 1),

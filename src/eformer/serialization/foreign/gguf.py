@@ -92,11 +92,11 @@ class GgufFile(Mapping[str, Any]):
     def read_rows(self, name: str) -> Iterator[Any]:
         """A tensor of a type that stays packed in pieces of its first axis, for those who need not hold all of it."""
         tensor, dtype = self._known(name), jnp.dtype(jnp.float32)
-        shape = _blocks_of(tensor)
-        count = math.gcd(shape[0], _PIECES) if len(shape) > 2 else 1
+        rows, *rest = _blocks_of(tensor)
+        count = math.gcd(rows, _PIECES) if len(rest) > 1 else 1
         size = tensor.nbytes // count
         for i in range(count):
-            raw = {name: self._copied(tensor, i * size, size).reshape(shape[0] // count, *shape[1:])}
+            raw = {name: self._copied(tensor, i * size, size).reshape(rows // count, *rest)}
             yield jax.block_until_ready(_packed(raw[name], tensor.type.name, dtype))
             let_go(raw)
 

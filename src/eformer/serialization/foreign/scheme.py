@@ -24,7 +24,7 @@ Dtypes = Mapping[str, tuple[str, ...]]  # by suffix
 
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("int32", "uint32")
-_PIECES = 16
+_PIECES = 32
 _OF_ALL = (".g_idx", ".weight_g_idx", ".weight_shape", ".weight_format")  # tensors that say something of every row
 
 
