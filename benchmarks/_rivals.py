@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,13 @@ import numpy as np
 Thunk = Callable[[], Any]
 
 
-def rivals(rng: np.random.Generator, k: int, n: int, m: int, dtype: str) -> dict[str, Thunk]:
+def rivals(rng: np.random.Generator, k: int, n: int, m: int, dtype: str, threads: int) -> dict[str, Thunk]:
     """Name -> a product of x (m, k) with a (k, n) matrix. Empty without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         return {}
     import torch
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(threads)
     x = torch.from_numpy(rng.standard_normal((m, k), dtype=np.float32)).to(getattr(torch, dtype))
     w = torch.from_numpy(rng.standard_normal((n, k), dtype=np.float32))
     found = _pytorch(torch, x.to(torch.bfloat16), w)

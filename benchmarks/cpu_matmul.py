@@ -14,6 +14,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from _llama import Shape, decode_step, make_cache, make_params
 from _rivals import rivals
 from _timing import FORMATS, MORE, Call, interleaved, random_offset, random_storage, write_json
 
+from eformer import implicit
 from eformer._kernels import cpu, qmatmul
 from eformer._kernels.cpu import ISAS
 from eformer._kernels.parameters import product_problem
@@ -108,15 +110,20 @@ def candidates(options: argparse.Namespace, k: int, n: int, m: int, form: str, d
         for kind in options.offsets if fmt.startswith("int") and fmt != "int8" and not a else ():
             offset = random_offset(rng, fmt, kind, scale.shape)
             calls[f"{fmt} with {kind}"] = (native, (x.astype(dtype), codes, scale, offset))
+    for fmt in options.arrays if form == "dot" and not options.activations else ():
+        w = quantize(jnp.asarray(rng.standard_normal((n, k), dtype=np.float32)), dtype=fmt, axis=-1)
+        # Not `x @ w.T`: one byte a value, the codes would be turned in every call.
+        calls[f"array {fmt}"] = (jax.jit(implicit(lambda x, w: jnp.einsum("mk,nk->mn", x, w))), (x.astype(dtype), w))
     if options.rivals:
-        calls |= {name: (thunk, ()) for name, thunk in rivals(rng, k, n, m, dtype).items()}
+        threads = 1 if options.processor_time else os.cpu_count() or 1
+        calls |= {name: (thunk, ()) for name, thunk in rivals(rng, k, n, m, dtype, threads).items()}
     return calls
 
 
 def measure(options: argparse.Namespace, size: str, m: int, form: str, dtype: str) -> dict[str, Any]:
     k, n = map(int, size.split("x"))
     clock = time.process_time if options.processor_time else time.perf_counter
-    calls = candidates(options, k, n, m, form, dtype)
+    calls, load = candidates(options, k, n, m, form, dtype), os.getloadavg()[0]
     seconds = interleaved(calls, options.rounds, at_most=options.seconds, clock=clock)
     dense = seconds["dense f32"]
     ratios = {name: value / dense for name, value in seconds.items()}
@@ -125,7 +132,7 @@ def measure(options: argparse.Namespace, size: str, m: int, form: str, dtype: st
         facts["activations"] = options.activations
     if options.processor_time:
         facts["clock"] = "processor time, native kernels on one thread"
-    return {**facts, "dense_ms": 1e3 * dense, "ratios": ratios}
+    return {**facts, "load_before": load, "dense_ms": 1e3 * dense, "ratios": ratios}
 
 
 def limit_of(result: dict[str, Any], fmt: str) -> float | None:
@@ -247,6 +254,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=("dot", "axpy"))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="of the activations")
     parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MORE), default=(*FORMATS, *MORE))
+    parser.add_argument("--arrays", nargs="*", default=(), help="of `quantize`: time all of a product")
     parser.add_argument(
         "--offsets", nargs="*", choices=("zeros", "biases"), default=("zeros",), help="of integers in blocks"
     )

@@ -106,6 +106,11 @@ class SmallDot {
     const uint8_t* at[step];
     int64_t g = 0;
     for (; g < whole; ++g, blocks.next()) {
+      // The scales of the rows after these lie together; those of small blocks are lines enough to wait for.
+      if constexpr (in_blocks) {
+        const float* after = scales[0] + step * (w.blocks + blocks.first);
+        for (int64_t i = 0; i < step * blocks.per_group; i += 16) __builtin_prefetch(after + i, 0, 2);
+      }
       for (int c = 0; c < step; ++c) {
         at[c] = codes[c] + g * bytes;
         __builtin_prefetch(at[c] + ahead, 0, 2);

@@ -72,8 +72,8 @@ def gptq(
     return tensors, stated if config else {}, values.T.astype(np.float16)
 
 
-def awq(rng: Any, *, group: int = 32, config: bool = True) -> Made:
-    size, out = 64, 48
+def awq(rng: Any, *, group: int = 32, out: int = 48, config: bool = True) -> Made:
+    size = 64
     codes = rng.integers(0, 16, (size, out), dtype=np.uint8)
     zeros = rng.integers(0, 16, (size // group, out), dtype=np.uint8)
     scales = rng.standard_normal((size // group, out)).astype(np.float16)
@@ -87,8 +87,8 @@ def awq(rng: Any, *, group: int = 32, config: bool = True) -> Made:
     return tensors, stated if config else {}, values.T.astype(np.float16)
 
 
-def mlx(rng: Any, *, bits: int = 4, group: int = 64, lead: tuple[int, ...] = ()) -> Made:
-    size, out = 2 * group, 6
+def mlx(rng: Any, *, bits: int = 4, group: int = 64, out: int = 6, lead: tuple[int, ...] = ()) -> Made:
+    size = 2 * group
     codes = rng.integers(0, 2**bits, (*lead, out, size), dtype=np.uint8)
     scales, biases = (rng.standard_normal((*lead, out, 2)).astype(ml_dtypes.bfloat16) for _ in range(2))
     packed = rows_of_words(codes.reshape(-1, size), bits, "<u4").reshape(*lead, out, -1)
@@ -105,8 +105,8 @@ def exponents(rng: Any, *shape: int) -> np.ndarray:
 def in_blocks(kind: str) -> Callable[..., Made]:
     """MXFP4 and MXFP8 with e8m0 scales, NVFP4 with e4m3 ones; as MLX, compressed-tensors and others name them."""
 
-    def make(rng: Any, *, by: str) -> Made:
-        size, out, block = 96, 6, 16 if kind == "nvfp4" else 32
+    def make(rng: Any, *, by: str, out: int = 6) -> Made:
+        size, block = 96, 16 if kind == "nvfp4" else 32
         if kind == "mxfp8":
             codes = rng.standard_normal((out, size)).astype(ml_dtypes.float8_e4m3fn)
             elements, raw = codes.astype(np.float32), codes.view(np.uint8)
@@ -138,11 +138,11 @@ def in_blocks(kind: str) -> Callable[..., Made]:
 
 
 def pack_quantized(
-    rng: Any, *, bits: int = 4, group: int = 32, size: int = 96, zeros: bool = False, crossing: bool = True,
-    act_order: bool = False, old: bool = False,
+    rng: Any, *, bits: int = 4, group: int = 32, size: int = 96, out: int = 10, zeros: bool = False,
+    crossing: bool = True, act_order: bool = False, old: bool = False,
 ) -> Made:  # fmt: skip
     """`old`: as the first versions did, with zero points in a byte each, and -1 for rows that are in order."""
-    out, groups = 10, -(-size // group)
+    groups = -(-size // group)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     codes = rng.integers(low, high, (out, size))
     points = rng.integers(low, high, (out, groups)) if zeros else np.zeros((out, groups), int)
@@ -187,15 +187,16 @@ def llm_int8(rng: Any) -> Made:
 
 
 def fp8(
-    rng: Any, *, name: str = "weight_scale_inv", scale: tuple[int, ...] = (2, 3), e5m2: bool = False, e8m0: bool = False
-) -> Made:
-    codes = rng.standard_normal((200, 300)).astype(ml_dtypes.float8_e5m2 if e5m2 else ml_dtypes.float8_e4m3fn)
+    rng: Any, *, name: str = "weight_scale_inv", scale: tuple[int, ...] = (2, 3), out: int = 200, e5m2: bool = False,
+    e8m0: bool = False,
+) -> Made:  # fmt: skip
+    codes = rng.standard_normal((out, 300)).astype(ml_dtypes.float8_e5m2 if e5m2 else ml_dtypes.float8_e4m3fn)
     scales = np.asarray(np.abs(rng.standard_normal(scale)), np.float32)
     stored = scales.astype(ml_dtypes.float8_e8m0fnu) if e8m0 else scales
     scales = stored.astype(np.float32)
     spread = scales.reshape(-1, 1) if scales.ndim < 2 else scales
-    if spread.shape == (2, 3):
-        spread = repeated(repeated(spread, 128, 300), 128, 200, 0)
+    if spread.shape[1:] == (3,):
+        spread = repeated(repeated(spread, 128, 300), 128, out, 0)
     return {"m.weight": codes, f"m.{name}": stored}, {"quant_method": "fp8"}, codes.astype(np.float32) * spread
 
 

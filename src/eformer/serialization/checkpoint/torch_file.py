@@ -17,7 +17,7 @@ import numpy as np
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import Entry, Header, named_dtype
-from ..safetensors.reading import MappedFile, open_regular
+from ..safetensors.reading import MappedFile, open_regular, owned
 
 SUFFIXES = (".bin", ".pt", ".pth")
 _CHUNK = 1 << 23
@@ -51,6 +51,10 @@ class TorchFile(MappedFile):
         made = buffer[: found.nbytes].view(found.dtype).reshape(found.shape)
         made[...] = found
         return made
+
+    def read_piece(self, name: str, piece: int, count: int) -> np.ndarray:
+        found = self.view(name)
+        return owned(found if count == 1 else np.split(found, count)[piece])
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         flat = self.view(name).reshape(-1).view(np.uint8)

@@ -20,7 +20,7 @@ from eformer._formats.integer.array import ArrayInt
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import fits_jax
-from ..safetensors.reading import aligned_empty, open_regular
+from ..safetensors.reading import aligned_empty, let_go, open_regular
 from . import layouts
 from .gguf_format import DECODERS, MAGIC, GgufTensor, parse_gguf
 
@@ -82,10 +82,23 @@ class GgufFile(Mapping[str, Any]):
         if tensor.type.dtype is not None:
             return self._plain(tensor)
         if not dense and tensor.type.name in PACKED:
-            raw = self._copied(tensor).reshape(_blocks_of(tensor))
-            return jax.block_until_ready(_packed(raw, tensor.type.name, dtype))
+            raw = {name: self._copied(tensor, 0, tensor.nbytes).reshape(_blocks_of(tensor))}
+            made = jax.block_until_ready(_packed(raw[name], tensor.type.name, dtype))
+            let_go(raw)
+            return made
         nbytes = math.prod(tensor.shape) * dtype.itemsize
         return jax.device_put(self.decode_into(aligned_empty(nbytes), name, dtype))
+
+    def read_rows(self, name: str) -> Iterator[Any]:
+        """A tensor of a type that stays packed in pieces of its first axis, for those who need not hold all of it."""
+        tensor, dtype = self._known(name), jnp.dtype(jnp.float32)
+        rows, *rest = _blocks_of(tensor)
+        count = math.gcd(rows, _PIECES) if len(rest) > 1 else 1
+        size = tensor.nbytes // count
+        for i in range(count):
+            raw = {name: self._copied(tensor, i * size, size).reshape(rows // count, *rest)}
+            yield jax.block_until_ready(_packed(raw[name], tensor.type.name, dtype))
+            let_go(raw)
 
     def abstract(self, name: str) -> tuple[Any, dict[int, str]]:
         """What `read` gives of a type that stays packed, with shapes in place of arrays."""
@@ -121,12 +134,12 @@ class GgufFile(Mapping[str, Any]):
     def _bytes(self, tensor: GgufTensor) -> np.ndarray:
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start) if tensor.nbytes else np.empty(0, "u1")
 
-    def _copied(self, tensor: GgufTensor) -> np.ndarray:
-        """The bytes of a tensor in memory of their own."""
-        raw, copy = self._bytes(tensor), aligned_empty(tensor.nbytes)
-        for first in range(0, tensor.nbytes, _COPIED):
+    def _copied(self, tensor: GgufTensor, start: int, nbytes: int) -> np.ndarray:
+        """So many bytes of a tensor in memory of their own."""
+        raw, copy = self._bytes(tensor)[start : start + nbytes], aligned_empty(nbytes)
+        for first in range(0, nbytes, _COPIED):
             copy[first : first + _COPIED] = raw[first : first + _COPIED]
-            self._forget(tensor.start + first, min(_COPIED, tensor.nbytes - first))
+            self._forget(tensor.start + start + first, min(_COPIED, nbytes - first))
         return copy
 
     def _forget(self, start: int, nbytes: int) -> None:

@@ -6,9 +6,11 @@ equation in NumPy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -107,9 +109,10 @@ def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, rea
     return order
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "out", "minus"))
 def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int) -> Any:
     """z - 1 was stored, in the bits there are: 0 became the largest."""
-    codes = layouts.bit_stream(jnp.asarray(zeros), bits)[:, :out]
+    codes = layouts.bit_stream(zeros, bits)[:, :out]
     return (codes + np.uint8(minus)) & np.uint8(2**bits - 1)
 
 
@@ -228,7 +231,7 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     group = group_size(sizes[0] if sizes else None, size, groups, ".weight_scale")
     in_order = ".weight_g_idx" in parts and bool((read(".weight_g_idx") == -1).all())  # its way to say so
     order = None if in_order else row_order(parts, ".weight_g_idx", size, group or size, groups, read)
-    return {"bits": bits, "stream": stream, "rows": rows, "size": size, "group": group, "order": order}
+    return {"bits": bits, "stream": stream, "size": size, "group": group, "order": order}
 
 
 def weight_groups(config: Config) -> list[Mapping[str, Any]]:
@@ -238,10 +241,8 @@ def weight_groups(config: Config) -> list[Mapping[str, Any]]:
     return [weights for weights in found if isinstance(weights, dict)]
 
 
-def _make_packed(
-    arrays: Any, *, bits: int, stream: bool, rows: int, size: int, group: Any, order: Any, dtype: str
-) -> Any:
-    unpack = layouts.bit_stream if stream else layouts.word_fields
+def _make_packed(arrays: Any, *, bits: int, stream: bool, size: int, group: Any, order: Any, dtype: str) -> Any:
+    unpack, rows = layouts.bit_stream if stream else layouts.word_fields, arrays[".weight_packed"].shape[0]
     codes = unpack(arrays[".weight_packed"], bits)[:, :size]
     codes = codes if order is None else codes[:, order]
     zero = arrays.get(".weight_zero_point")
@@ -305,8 +306,18 @@ _INT8 = {".weight": ("int8",), ".weight_scale": FLOATS}
 _LLM_INT8 = {".weight": ("int8",), ".SCB": ("float32",)}
 
 SCHEMES = (
-    Scheme("gptq", "gptq", _GPTQ, _plan_gptq, _make_gptq, {".g_idx": ("int32",)}, fits=_fits_gptq, check=_check_gptq),
-    Scheme("awq", "awq", _GPTQ, _plan_awq, _make_awq, fits=_fits_awq),
+    Scheme(
+        "gptq",
+        "gptq",
+        _GPTQ,
+        _plan_gptq,
+        _make_gptq,
+        {".g_idx": ("int32",)},
+        fits=_fits_gptq,
+        check=_check_gptq,
+        rows=1,
+    ),
+    Scheme("awq", "awq", _GPTQ, _plan_awq, _make_awq, fits=_fits_awq, rows=1),
     Scheme("mlx", "mlx", _MLX, _plan_mlx, _make_mlx, ndim=0),
     Scheme("pack-quantized", _CT, _PACKED, _plan_packed, _make_packed, _SORTED),
     Scheme("LLM.int8", "bitsandbytes", _LLM_INT8, _plan_llm_int8, _make_llm_int8, {".weight_format": ("uint8",)}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from eformer.errors import CheckpointError
 from ..checkpoint.index import open_set
 from ..checkpoint.load import LazyCheckpoint
 from ..safetensors.header import MAX_HEADER, Entry, about, fits_jax
-from ..safetensors.reading import MappedFile, aligned_empty, open_regular
+from ..safetensors.reading import MappedFile, let_go, open_regular
 from ..tree.describe import NO_STRUCTURE
 from . import bitsandbytes, float_schemes, integer_schemes
 from .gguf import GgufFile, is_gguf, open_gguf
@@ -147,13 +148,37 @@ class PackedCheckpoint(LazyCheckpoint):
             if weight.scheme is None:
                 made = self._nf4(weight, {n: self._stored(n) for n in weight.tensors})
             else:
-                numbers = self._numbers(weight)
                 arrays = {suffix: self._stored(weight.tensors[suffix]) for suffix in self._operands(weight)}
-                weight.scheme.check(arrays, **numbers)
-                # Waited for: else the next weights are read while this one's tensors are still needed.
-                made = jax.block_until_ready(_made(weight.scheme.make, *_split(numbers, arrays)))
+                made = self._arranged(weight, self._numbers(weight), arrays)
+                let_go(arrays)
         is_split = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
         return made.with_sharding(sharding) if is_split and hasattr(made, "with_sharding") else made
+
+    def read_rows(self, name: str) -> Iterator[Any]:
+        """A quantized weight in pieces of its first axis, for those who need not hold all of it."""
+        weight = self.weights[name]
+        if weight.scheme is None:  # nothing is arranged
+            yield self.read(name)
+            return
+        with self._about(weight):
+            numbers, operands, axis = self._numbers(weight), self._operands(weight), weight.scheme.rows
+            count, cut = weight.scheme.pieces(operands, self.abstract(name)[0].shape[0])
+            # Pieces of another axis than the first do not lie together in the file.
+            whole = {s: self._stored(weight.tensors[s]) for s in operands if axis or s not in cut}
+            for i in range(count):
+                read = {s: self._stored(weight.tensors[s], i, count) for s in cut if s not in whole}
+                views = {s: np.split(whole[s], count, axis)[i] for s in cut if s in whole}
+                made = self._arranged(weight, numbers, {**whole, **views, **read})
+                views.clear()
+                let_go(read)
+                yield made
+            let_go(whole)
+
+    def _arranged(self, weight: Weight, numbers: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+        """The array that tensors make. Waited for: else the next ones are read while these are still needed."""
+        assert weight.scheme is not None
+        weight.scheme.check(arrays, **numbers)
+        return jax.block_until_ready(_made(weight.scheme.make, *_split(numbers, arrays)))
 
     def read_slice(self, name: str, index: Any) -> Any:
         return self.read(name)[index] if name in self.weights else super().read_slice(name, index)
@@ -170,8 +195,7 @@ class PackedCheckpoint(LazyCheckpoint):
             # What the array is, its small parts tell; memory of zeros costs nothing until it is touched.
             small = [n for n in shapes if n.endswith("quant_map") or bitsandbytes.STATE in n]
             arrays = {n: self._stored(n) if n in small else np.zeros(s.shape, s.dtype) for n, s in shapes.items()}
-            made = self._nf4(weight, arrays)
-            return jax.eval_shape(lambda: made), {}
+            return jax.eval_shape(lambda: self._nf4(weight, arrays)), {}
 
     def _operands(self, weight: Weight) -> dict[str, Entry]:
         """The tensors `make` takes: a shape of 64-bit numbers is none, and JAX would cut it."""
@@ -191,12 +215,13 @@ class PackedCheckpoint(LazyCheckpoint):
         numbers = weight.scheme.plan(parts, config, lambda suffix: self._stored(weight.tensors[suffix]))
         return {**numbers, "dtype": values_dtype(config, parts)}
 
-    def _stored(self, tensor: str) -> np.ndarray:
-        """A copy of a stored tensor: pages of a map would stay in memory."""
+    def _stored(self, tensor: str, piece: int = 0, count: int = 1) -> np.ndarray:
+        """A copy of a stored tensor, or of a piece of its first axis: pages of a map would stay in memory."""
         owner = self._owners[tensor]
         if not isinstance(owner, MappedFile):
-            return owner.read(tensor)
-        return owner.read_into(aligned_empty(owner.entry(tensor).nbytes), tensor)
+            return np.split(owner.read(tensor), count)[piece] if count > 1 else owner.read(tensor)
+        gc.collect(0)  # which is when JAX gives back the memory of arrays that nobody holds any more
+        return owner.read_piece(tensor, piece, count)
 
     @contextlib.contextmanager
     def _about(self, weight: Weight) -> Iterator[None]:

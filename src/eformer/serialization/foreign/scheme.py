@@ -7,6 +7,7 @@ cannot say. Weights come out as PyTorch has them, (out, in), with blocks along t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ Dtypes = Mapping[str, tuple[str, ...]]  # by suffix
 
 FLOATS = ("float16", "bfloat16", "float32")
 WORDS = ("int32", "uint32")
+_PIECES = 32
+_OF_ALL = (".g_idx", ".weight_g_idx", ".weight_shape", ".weight_format")  # tensors that say something of every row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Scheme:
 
     `needs` are the tensors a weight of this kind has and their dtypes, the codes first, `may` those it may have; `ndim`
     is the rank of the codes (0: any), `fits` looks at shapes where dtypes do not tell. `plan` checks all that headers
-    say and returns the numbers `make` takes; `check` looks at values. `leaf` is the suffix of the array.
+    say and returns the numbers `make` takes; `check` looks at values. `leaf` is the suffix of the array, `rows` the
+    axis of the stored tensors along which its first one runs.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Scheme:
     fits: Callable[[Parts], bool] = lambda parts: True
     check: Callable[..., None] = lambda arrays, **numbers: None
     leaf: str = ".weight"
+    rows: int = 0
 
     @property
     def suffixes(self) -> list[str]:
@@ -56,6 +61,17 @@ class Scheme:
             return False
         rank = len(parts[next(iter(self.needs))].shape)
         return (rank == self.ndim or (rank > 1 and not self.ndim)) and self.fits(parts)
+
+    def pieces(self, parts: Parts, rows: int) -> tuple[int, list[str]]:
+        """How many equal pieces of an array with so many rows can be made one by one, and which tensors are cut."""
+        axis = self.rows
+        lengths = {s: e.shape[axis] for s, e in parts.items() if s not in _OF_ALL and len(e.shape) > axis}
+        # One number may serve all rows; one word holds those of several.
+        cut = [s for s, length in lengths.items() if length > 1 or parts[s].dtype.name in WORDS]
+        sizes = [lengths[suffix] for suffix in cut]
+        # Words of rows and tiles of rows are full where rows are a multiple of 128 and they divide it.
+        fits = all(size == rows or (rows % 128 == 0 and rows % size == 0) for size in sizes)
+        return (math.gcd(_PIECES, *sizes), cut) if sizes and fits else (1, [])
 
 
 def wrong(suffix: str, what: str, fix: str = "") -> CheckpointError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import mmap
 import os
 import stat
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from eformer.errors import CheckpointError
 from .header import ALIGNMENT, TRUNCATED, Entry, read_exactly, read_header
 
 _CHUNK = 1 << 23
+_PATIENCE = 0.1  # seconds to wait for JAX to let go of memory
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -85,9 +88,15 @@ class MappedFile:
         """The tensor in memory of the caller: bytes, at least as many as it has."""
         entry = self.entry(name)
         flat = buffer[: entry.nbytes]
-        for start in range(0, entry.nbytes, _CHUNK):
-            self._fill(flat[start : start + _CHUNK], entry, start)
+        self._fill(flat, entry, 0)
         return flat.view(entry.dtype).reshape(entry.shape)
+
+    def read_piece(self, name: str, piece: int, count: int) -> np.ndarray:
+        """One of `count` equal pieces of the first axis, in memory of its own."""
+        entry = self.entry(name)
+        flat = aligned_empty(entry.nbytes // count)
+        self._fill(flat, entry, piece * flat.size)
+        return flat.view(entry.dtype).reshape([size // count for size in entry.shape[:1]] + [*entry.shape[1:]])
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         """The bytes of a tensor, a few megabytes at a time; each chunk is overwritten by the next."""
@@ -108,7 +117,9 @@ class MappedFile:
 
     def _fill(self, target: np.ndarray, entry: Entry, start: int) -> None:
         offset = self.header.data_start + entry.start + start
-        read_exactly(self.descriptor, target.data, offset, self.path, entry.name)
+        for first in range(0, target.size, _CHUNK):
+            part = target[first : first + _CHUNK]
+            read_exactly(self.descriptor, part.data, offset + first, self.path, entry.name)
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:
@@ -116,6 +127,21 @@ def aligned_empty(nbytes: int) -> np.ndarray:
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % ALIGNMENT
     return raw[first : first + nbytes]
+
+
+def let_go(arrays: MutableMapping[str, np.ndarray]) -> None:
+    """Empty a dict of arrays that JAX has computed with, and wait until their memory is free.
+
+    JAX drops what it was given in another thread, a moment after the result is ready, and Python frees that when its
+    garbage is collected: whoever reads on at once would hold two weights.
+    """
+    held = [weakref.ref(array if array.base is None else array.base) for array in arrays.values()]
+    arrays.clear()
+    end = time.monotonic() + _PATIENCE
+    gc.collect(0)
+    while any(ref() is not None for ref in held) and time.monotonic() < end:
+        time.sleep(1e-4)
+        gc.collect(0)
 
 
 def owned(array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +96,25 @@ def _safetensors_leaf(checkpoint: LazyCheckpoint, name: str, owners: Mapping[str
 
 
 def _packed_leaf(checkpoint: PackedCheckpoint | GgufFile, name: str) -> SourceLeaf:
-    """A weight another program quantized: it is arranged as ours when the first of its tensors is written."""
+    """A weight another program quantized: arranged as ours in pieces while its largest tensor is written, the codes."""
     value = checkpoint.abstract(name)[0]
     leaf = described_leaf(name, value, set(checkpoint) - {name})
-    held: dict[str, Any] = {}
+    held: dict[str, list[np.ndarray]] = {}
 
-    def pieces(tensor: str) -> list[np.ndarray]:
-        if not held:
-            made = described_leaf(name, checkpoint.read(name), set())
-            held.update(zip(leaf.tensors, made.tensors.values(), strict=True))
-        return [host(held.pop(tensor), tensor)]
+    def pieces(tensor: str) -> Iterator[np.ndarray]:
+        if held:
+            yield from held.pop(tensor)
+            return
+        for made in checkpoint.read_rows(name):
+            parts = described_leaf(name, made, set()).tensors.values()
+            for (part, whole), array in zip(leaf.tensors.items(), parts, strict=True):
+                if part == tensor:
+                    yield host(array, part)
+                elif part not in held or array.shape != whole.shape:  # else it belongs to all pieces
+                    held.setdefault(part, []).append(host(array, part))
 
-    return SourceLeaf(leaf, value, {tensor: functools.partial(pieces, tensor) for tensor in leaf.tensors})
+    order = sorted(leaf.tensors, key=lambda tensor: -leaf.tensors[tensor].size)
+    return SourceLeaf(leaf, value, {tensor: functools.partial(pieces, tensor) for tensor in order})
 
 
 def _gguf_source(file: GgufFile) -> Source:
