@@ -168,7 +168,7 @@ class Producers:
         whole = len(axes) == 1 and int(np.prod([n for _, _, n in pieces])) == view.leaf[next(iter(axes))]
         if not whole or view.picked or _joined(view):
             raise _NotFollowed("no vector")
-        self._is(view.source, False, Part("", *axes, _stack(view), value.offset))
+        self._is(view.source, False, Part("", axes.pop(), _stack(view), value.offset))
         return Scaled(view, frozenset([view.source]))
 
     def times(self, a: Any, b: Any) -> Scaled:

@@ -56,31 +56,31 @@ class Work:
     def run(self, f: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
         return matrices.in_parts(f, self.layout.sizes, *arrays, **options)
 
-    def codes(self, w: jax.Array, scale: jax.Array, zero: Any, method: str) -> tuple[jax.Array, jax.Array]:
-        """Codes (S, K, N) for scales that are known, and the scales, which "gptq" then fits to the codes."""
+    def codes(self, w: jax.Array, scale: jax.Array, zero: Any, method: str) -> tuple[jax.Array, jax.Array, Any]:
+        """Codes (S, K, N) for scales and zero points that are known, and these, which "gptq" then fits to the codes."""
         if method != "gptq":
-            return self.run(matrices.nearest, w, scale, zero, **self.how), scale
-        codes, scale, times = self._propagated(w, scale, zero)
+            return self.run(matrices.nearest, w, scale, zero, **self.how), scale, zero
+        codes, times, scale, zero = self._propagated(w, scale, zero)
         for _ in range(self.grid.rounds - 1 if self.fits else 0):
-            codes, scale, times = self._propagated(w, scale, zero)
+            codes, times, scale, zero = self._propagated(w, scale, zero)
         for _ in range(REVISITS if self.fits else 0):
             codes = self._given_codes(matrices.revisited, w, times, codes, scale, zero)
-            scale = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
+            scale, zero = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
         _check_damping(times)
-        return codes, scale
+        return codes, scale, zero
 
     @property
     def fits(self) -> bool:
         """Can scales be fitted to codes, with the inputs known?"""
         return self.layout.along_inputs and not isinstance(self.grid, GridFixed)
 
-    def _propagated(self, w: jax.Array, scale: jax.Array, zero: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _propagated(self, w: jax.Array, scale: jax.Array, zero: Any) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         codes, times = self.run(matrices.propagated, w, self.moment, self.count, scale, zero, **self.how)
         if self.fits:
-            scale = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
-        return codes, scale, times
+            scale, zero = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
+        return codes, times, scale, zero
 
-    def _given_codes(self, f: Callable[..., Any], w: jax.Array, times: jax.Array, *known: Any) -> jax.Array:
+    def _given_codes(self, f: Callable[..., Any], w: jax.Array, times: jax.Array, *known: Any) -> Any:
         return self.run(f, w, self.moment, self.count, times, *known, grid=self.grid, block=self.layout.block)
 
     def scaled(self, factor: Any) -> Work:
@@ -212,7 +212,7 @@ def _made(work: Work, values: jax.Array, method: str, dtype: Any) -> Any:
     if grid.together:
         stored, numbers = grid.stored(layout.back_scale(scale), layout.axis)
         scale = layout.take_scale(numbers)
-    codes, scale = work.codes(w, scale, zero, method)
+    codes, scale, zero = work.codes(w, scale, zero, method)
     if stored is not None:
         stored, _ = grid.stored(layout.back_scale(scale), layout.axis)
     scale = layout.back_scale(scale) if stored is None else stored
