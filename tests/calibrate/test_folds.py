@@ -258,6 +258,28 @@ def test_numpy_leaves_stay_numpy() -> None:
     assert scaled_arrays(made) == 0
 
 
+def test_split_over_devices() -> None:
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    split = {"norm": ("x",), "q": ("x", None), "k": (None, "x")}
+    shardings = {name: jax.sharding.NamedSharding(mesh, jax.P(*spec)) for name, spec in split.items()}
+    params = jax.device_put(plain(), shardings)
+    stats = ef.calibrate(two, params, [inputs()])
+    made, alone = (quantized(p, stats, "awq", default={"dtype": "nf4", "block_size": 32}) for p in (params, plain()))
+    assert made["norm"].sharding == shardings["norm"]
+    np.testing.assert_allclose(made["norm"], alone["norm"], rtol=1e-6)
+    np.testing.assert_allclose(made["q"].materialize(), alone["q"].materialize(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_vector_with_zeros() -> None:
+    params = plain()
+    params["norm"] = params["norm"].at[:5].set(0)
+    stats = ef.calibrate(two, params, [inputs()])
+    made = quantized(params, stats, "awq")
+    assert scaled_arrays(made) == 0
+    assert not np.any(made["norm"][:5])
+    assert np.isfinite(ef.implicit(two)(made, inputs())).all()
+
+
 def test_under_jit_factors_are_carried() -> None:
     stats = ef.calibrate(two, plain(), [inputs()])
     made = jax.jit(lambda p: quantized(p, stats, "awq"))(plain())

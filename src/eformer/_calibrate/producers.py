@@ -105,8 +105,7 @@ class Producers:
         """What is known of the results; None if nothing is."""
         known = [x for x in operands if isinstance(x, Known)]
         if not known:
-            scalar = name in ("broadcast_in_dim", "convert_element_type") and _is_number(operands[0])
-            return [operands[0]] if scalar else None
+            return _number(name, operands, params)
         if name in PROGRAM:
             return self.run(params[PROGRAM[name]], operands)
         if name == "call_hi_primitive" and (remat := jaxprs.remat_hi_primitive(params["_prim"])) is not None:
@@ -250,6 +249,15 @@ def _moved(name: str, operands: list[Any], params: dict[str, Any]) -> Known:
 
 def _floating(params: dict[str, Any]) -> bool:
     return jnp.issubdtype(params["new_dtype"], jnp.floating)
+
+
+def _number(name: str, operands: list[Any], params: dict[str, Any]) -> list[Any] | None:
+    """A constant that is still one number."""
+    if name == "broadcast_in_dim" and _is_number(operands[0]):
+        return operands[:1]
+    if name == "convert_element_type" and _is_number(operands[0]):
+        return [np.asarray(operands[0]).astype(params["new_dtype"])]
+    return None
 
 
 def _is_number(x: Any) -> bool:
