@@ -235,6 +235,7 @@ def test_reports_and_donated_arrays() -> None:
     assert not params["norm"].is_deleted()
     told = {leaf.path: leaf.method for leaf in ef.report(made).leaves}
     assert told == {"k": "awq, folded", "norm": None, "q": "awq, folded"}
+    assert {leaf.relative_error for leaf in ef.report(made, plain()).leaves} == {None}  # of rows that were multiplied
     assert not np.allclose(made["norm"], plain()["norm"])
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+FOLDED = ", folded"  # what reports add to the method
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

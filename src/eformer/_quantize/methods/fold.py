@@ -21,13 +21,11 @@ from eformer._formats.arguments import checked_axis
 from eformer._jax import traces
 
 from ..config import QuantizationConfig
-from ..folds import Fold, Part
+from ..folds import FOLDED, Fold, Part
 from ..plan import Decision
 from ..statistics import Statistics
 from .choose import Chosen
 from .encode import shared_factors
-
-NOTE = "{}, folded"
 
 
 class Folding:
@@ -102,7 +100,7 @@ class Folding:
 
     def _with(self, path: str, factor: Any) -> Chosen:
         how = self.chosen[path]
-        return dataclasses.replace(how, factor=factor, note=NOTE.format(how.note))
+        return dataclasses.replace(how, factor=factor, note=how.note + FOLDED)
 
 
 def _sizes(value: Any, part: Part) -> tuple[tuple[int, ...], int] | None:
