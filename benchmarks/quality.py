@@ -55,6 +55,8 @@ NF4_32 = {"dtype": "nf4", "block_size": 32}
 NF4_DOUBLE = {"dtype": "nf4", "double_quant": True}
 INT3_32 = {"dtype": "int3", "block_size": 32}
 INT4_ZERO = {"dtype": "int4", "symmetric": False}
+INT4_BIAS = {"dtype": "int4", "biased": True}
+INT3_BIAS = {"dtype": "int3", "block_size": 32, "biased": True}
 ROWS = (
     Row("f32"),
     Row("int8", "int8"),
@@ -74,9 +76,13 @@ ROWS = (
     Row("int4, gptq, distilled", "int4", "gptq", steps=64),
     Row("int4 with zeros, scales in f16, gptq", INT4_ZERO, "gptq", half=True),
     Row("int4 with zeros, scales in f16, gptq, distilled", INT4_ZERO, "gptq", half=True, steps=64),
+    Row("int4 with biases", INT4_BIAS),
+    Row("int4 with biases, gptq", INT4_BIAS, "gptq"),
+    Row("int4 with biases, gptq, distilled", INT4_BIAS, "gptq", steps=64),
     Row("int3 blocks of 32 in f16", INT3_32, half=True),
     Row("int3 blocks of 32 in f16, gptq", INT3_32, "gptq", half=True),
     Row("int3 blocks of 32 in f16, gptq, distilled", INT3_32, "gptq", half=True, steps=64),
+    Row("int3 blocks of 32 with biases, gptq", INT3_BIAS, "gptq"),
     Row("ternary", "ternary"),
     Row("ternary, scale", "ternary", "scale"),
     Row("ternary, gptq", "ternary", "gptq"),

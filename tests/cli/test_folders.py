@@ -77,10 +77,13 @@ def test_a_folder_is_quantized_by_other_methods(source: Path, tmp_path: Path, ca
     argv = ["--format", "int4", "--block-size", "16", "--min-size", "0", "--rule", "*embed*=none", "--json"]
     assert main(["quantize", str(source), str(out), *argv, "--calibrate", str(text), "--method", "awq"]) == 0
     formats = json.loads(capsys.readouterr().out)["formats"]
-    assert sorted(set(formats) - {"float32"}) == ["int4, scaled inputs"]
+    assert sorted(set(formats) - {"float32"}) == ["int4", "int4, scaled inputs"]  # behind norms nothing is carried
     assert main(["evaluate", str(out), "--text", str(text), "--against", str(source), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["divergence"]["value"] > 0
+    awq = json.loads(capsys.readouterr().out)["divergence"]["value"]
     assert main(["quantize", str(source), str(tmp_path / "more"), *argv, "--method", "scale"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "more"), "--text", str(text), "--against", str(source), "--json"]) == 0
+    assert 0 < awq < 1.5 * json.loads(capsys.readouterr().out)["divergence"]["value"]  # norms are written, too
     told = json.loads((tmp_path / "more" / "config.json").read_text())["quantization_config"]["groups"]
     assert {group["method"] for group in told} == {"scale"}
 

@@ -217,7 +217,14 @@ def iq4_nl_encode(block: np.ndarray) -> tuple[np.ndarray, np.float16]:
 
 
 def integer_encode(
-    w: np.ndarray, *, axis: int, bits: int, block_size: int, symmetric: bool = True, scale_dtype: DTypeLike = np.float32
+    w: np.ndarray,
+    *,
+    axis: int,
+    bits: int,
+    block_size: int,
+    symmetric: bool = True,
+    scale_dtype: DTypeLike = np.float32,
+    biased: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """`integer.codec.encode`: codes (free axes..., blocks, block_size), not packed."""
     moved = np.moveaxis(np.asarray(w), axis, -1).astype(np.float32)
@@ -228,10 +235,15 @@ def integer_encode(
     wrong = ~(np.isfinite(low) & np.isfinite(high))
     low, high = np.where(wrong, np.float32(np.nan), low), np.where(wrong, np.float32(np.nan), high)
     half, steps = 2 ** (bits - 1), np.float32(2**bits - 1)
+    symmetric = symmetric and not biased
     scale = np.where(-low >= high, low, high) / np.float32(-half) if symmetric else high / steps - low / steps
     scale = np.where(np.abs(scale) < _TINY, np.float32(0), scale).astype(jnp.dtype(scale_dtype))
     wide = scale.astype(np.float32)
     divisor = np.where(wide == 0, np.float32(1), wide)
+    if biased:
+        bias = low.astype(jnp.dtype(scale_dtype))
+        codes = np.rint((padded - bias.astype(np.float32)[..., None]) / divisor[..., None])
+        return np.nan_to_num(np.clip(codes, 0, steps), nan=0).astype(np.uint8), scale, bias
     zero = np.clip(np.nan_to_num(np.rint(-low / divisor)), 0, steps)
     codes = np.rint(padded / divisor[..., None]) + (half if symmetric else zero[..., None])
     codes = np.nan_to_num(np.clip(codes, 0, steps), nan=half if symmetric else 0).astype(np.uint8)

@@ -54,6 +54,22 @@ def test_fast_equals_reference(bits: int, symmetric: bool) -> None:
         np.testing.assert_array_equal(values, np.moveaxis(flat, -1, axis), strict=True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", BITS)
+def test_biases_equal_the_reference(bits: int, dtype: str) -> None:
+    for shape, axis, block in (((40, 6), -2, 16), ((3, 70), -1, 32), ((0, 5), -2, 16)):
+        w = random(bits, *shape) + 0.5
+        how = {"axis": axis, "bits": bits, "block_size": block, "scale_dtype": dtype, "biased": True}
+        found, want = codec.encode(w, **how), references.integer_encode(w, **how)
+        for ours, theirs in zip(found, (stored(want[0], bits), *want[1:]), strict=True):
+            np.testing.assert_array_equal(ours, theirs, strict=True)
+        q = ArrayInt.quantize(w, bits, block, axis=axis, scale_dtype=dtype, biased=True)
+        assert (q.zero, q.symmetric, q.bias.dtype.name) == (None, False, dtype)
+        step = np.repeat(np.asarray(q.scale, np.float64), block, axis=-1)[..., : shape[axis]]
+        limit = 0.5 * (1 + 1e-5) if dtype == "float32" else 0.5 + 2**bits / 128
+        assert (np.abs(np.moveaxis(np.asarray(q) - w, axis, -1)) <= limit * step + 1e-6).all()
+
+
 @given(st.integers(0, 2**32 - 1), ANY, st.booleans(), st.floats(-30, 30))
 def test_error_is_half_a_step(seed: int, bits: int, symmetric: bool, exponent: float) -> None:
     """A whole step at the end of the range that a symmetric block does not reach; extremes and 0 are exact."""
@@ -240,6 +256,8 @@ def test_bad_input() -> None:
         ArrayInt(q.packed.astype(jnp.int8), q.scale)
     with pytest.raises(ValueError, match=r"must be \(..., blocks, 16\)"):
         ArrayInt(q.packed, q.scale, block_size=32)
+    with pytest.raises(TypeError, match="biased must be True or False"):
+        ArrayInt.quantize(jnp.ones((64, 4)), biased=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="symmetric must be True or False"):
         ArrayInt.quantize(jnp.ones((64, 4)), symmetric=None)  # pyright: ignore[reportArgumentType]
 

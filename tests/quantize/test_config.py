@@ -52,7 +52,7 @@ def test_config_defaults_and_coercion() -> None:
 def test_config_is_frozen_and_checked() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantizationConfig().block_size = 32  # pyright: ignore[reportAttributeAccessIssue]
-    for field in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric"):
+    for field in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric", "biased"):
         with pytest.raises(TypeError, match=field):
             QuantizationConfig(**{field: "yes"})
     with pytest.raises(ValueError, match="Supported types: nf4, int8, ternary, binary, int2"):
@@ -114,16 +114,26 @@ def test_int8_is_in_blocks_only_if_asked() -> None:
         blocks,
         dataclasses.replace(blocks, axis=-1),
         QuantizationConfig("int8", 32, symmetric=False),
+        QuantizationConfig("int8", 32, biased=True),
     ):
         assert QuantizationConfig.from_json(config.to_json()) == config
         assert dataclasses.replace(config) == config == pickle.loads(pickle.dumps(config))
     with pytest.raises(ValueError, match=r"symmetric=False .*give a block_size"):
         quantize(W, dtype="int8", symmetric=False)
+    with pytest.raises(ValueError, match=r"biased=True .*give a block_size"):
+        quantize(W, QuantizationConfig("int8", biased=True))
 
 
 def test_options_of_integers() -> None:
     assert quantize(W, dtype="int4").zero is None
     assert quantize(W, dtype="int4", symmetric=False).zero is not None
+    config = QuantizationConfig("int4", biased=True)
+    assert not config.symmetric
+    q = quantize(W, config)
+    assert (q.zero, q.bias.dtype, q.scale.dtype) == (None, jnp.bfloat16, jnp.bfloat16)
+    assert config_of(q) == dataclasses.replace(config, axis=-2)
+    with pytest.raises(ValueError, match="biased=True has no meaning for 'nf4'"):
+        QuantizationConfig(biased=True)
     whole = quantize(W, dtype="int4", block_size=None)
     assert whole.scale.shape == (12, 1)
     with pytest.raises(ValueError, match="symmetric=False has no meaning for 'nf4'"):

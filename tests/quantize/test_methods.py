@@ -22,6 +22,7 @@ from eformer.errors import CalibrationError, CalibrationWarning
 FORMATS: dict[str, QuantizationConfig] = {
     "nf4": QuantizationConfig("nf4", 32),
     "int4-zero": QuantizationConfig("int4", 32, symmetric=False),
+    "int4-bias": QuantizationConfig("int4", 32, biased=True),
     "nvfp4": QuantizationConfig("nvfp4"),
     "ternary": QuantizationConfig("ternary"),
     "fp8-tiles": QuantizationConfig("fp8", 128),
@@ -41,7 +42,7 @@ FORMATS: dict[str, QuantizationConfig] = {
     "iq4_nl": QuantizationConfig("iq4_nl"),
     "binary": QuantizationConfig("binary"),
 }
-OFTEN = ("nf4", "int4-zero", "nvfp4", "ternary", "fp8-tiles")
+OFTEN = ("nf4", "int4-zero", "int4-bias", "nvfp4", "ternary", "fp8-tiles")
 EVERY = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.thorough) for name in FORMATS]
 
 
@@ -409,3 +410,18 @@ def test_without_statistics_scales_are_still_searched_for() -> None:
     dense = quantize(w, dataclasses.replace(config, simulate=True))
     np.testing.assert_array_equal(dense, made.materialize())
     assert jax.jit(lambda v: quantize(v, config))(w).shape == w.shape
+
+
+def test_biases_are_fitted_with_the_scales() -> None:
+    """Blocks far from 0, and inputs with a mean: a bias leaves less error than a zero point, in fewer bits."""
+    rng = np.random.default_rng(5)
+    w = jnp.asarray(rng.normal(size=(64, 24)) + 0.7 * rng.normal(size=(1, 24)), jnp.float32)
+    x = random_inputs(6, 64) + 3
+    stats = statistics((64, 24), (0,), (), x)
+    zero, bias = QuantizationConfig("int4", 32, symmetric=False), QuantizationConfig("int4", 32, biased=True)
+    for method in ("scale", "gptq"):
+        made = {config.biased: encode(w, stats, config, method) for config in (zero, bias)}
+        errors = {biased: output_error(q, w, stats.moment) for biased, q in made.items()}
+        assert errors[True] < 0.9 * errors[False]
+        assert made[True].bias.dtype == made[True].scale.dtype == jnp.bfloat16
+        assert made[True].nbytes < made[False].nbytes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from eformer._quantize.folds import Fold
 from eformer._quantize.leaves import Tree
 from eformer._quantize.statistics import Described, LeafStatistics, Statistics, create, of_uses
 from eformer.errors import CalibrationError
@@ -66,11 +67,14 @@ class Accumulator:
             "that batch out, or find what produces it: jax.config.update('jax_debug_nans', True)."
         )
 
-    def statistics(self, observed: Mapping[int, str], first: Mapping[int, int]) -> Statistics:
+    def statistics(self, observed: Mapping[int, str], first: Mapping[int, int], folds: Sequence[Fold]) -> Statistics:
         """All of it; leaves that are the same array (`first`) have the same statistics."""
+        if self.place is not None:
+            create(self.place / "folds.safetensors", [], folds)
         uses: dict[int, list[LeafStatistics]] = {}
         for (number, axes, stack), sums in self.sums.items():
             shape = tuple(self.tree.leaves[number].value.shape)
             parts = {"moment": None, **sums}
             uses.setdefault(number, []).append(LeafStatistics(shape, axes, stack, **parts))
-        return Statistics({path: of_uses(uses[first[n]]) for n, path in observed.items() if first[n] in uses})
+        found = {path: of_uses(uses[first[n]]) for n, path in observed.items() if first[n] in uses}
+        return Statistics(found, folds)

@@ -80,7 +80,7 @@ def calibrate(
     if not number:
         raise CalibrationError("there are no batches: give at least one (is an iterator used up?).")
     model.warn(sums.seen)
-    return sums.statistics(model.observed, model.first)
+    return sums.statistics(model.observed, model.first, model.folds())
 
 
 def check_batches(batches: Any) -> None:

@@ -19,7 +19,7 @@ from .frame import Frame, Key, Source, Tracked, bind, dense, rule, run, stack_ax
 from .views import Sums, _NotFollowed
 
 # Where a call keeps its program. Derivatives are of no interest here, nor is what is stored for them.
-_PROGRAM = {
+PROGRAM = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
     "core_closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", "remat2": "jaxpr", "remat": "jaxpr",
     "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
@@ -27,9 +27,9 @@ _PROGRAM = {
 }  # fmt: skip
 
 
-@rule(*_PROGRAM)
+@rule(*PROGRAM)
 def _call(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    return run(frame, params[_PROGRAM[primitive.name]], operands)
+    return run(frame, params[PROGRAM[primitive.name]], operands)
 
 
 @rule("call_hi_primitive")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from eformer._core import ImplicitArray, implicit
 from eformer._jax import jaxprs
+from eformer._quantize.folds import Fold
 from eformer._quantize.leaves import Tree, roles_of
 from eformer._quantize.plan import SKIP, skipped_kinds
 from eformer.errors import CalibrationWarning
@@ -22,6 +24,7 @@ from eformer.errors import CalibrationWarning
 from . import control as control  # the table of rules is filled by importing them
 from . import rules as rules
 from .frame import Frame, Key, Tracked, run, source
+from .producers import Producers
 from .views import Sums, whole
 
 # The moments of one batch that are taken in one pass; where there are more, the batch is run several times.
@@ -53,6 +56,8 @@ class Model:
         self.order: dict[Key, None] = {}  # uses, in the order of the program, which compiled functions do not keep
         self.unseen: dict[int, set[str]] = {}
         self.other: dict[int, set[str]] = {}
+        self.producers = Producers()
+        self.hidden = False  # did a result hold what is no array?
 
     def run(self, batch: Any) -> Iterator[dict[Key, Sums]]:
         """The sums of one batch, in as many parts as there are passes."""
@@ -68,11 +73,13 @@ class Model:
 
     def _traced(self, batch: list[Any], as_batch: Callable[[Any], Any]) -> _Program:
         @implicit
-        def forward(values: list[Any], batch: Any) -> None:
-            self.forward(self.tree.rebuild(values), batch)
+        def forward(values: list[Any], batch: Any) -> list[Any]:
+            results = jtu.tree_leaves(self.forward(self.tree.rebuild(values), batch))
+            self.hidden = self.hidden or not all(map(_is_seen, results))
+            return [result for result in results if isinstance(result, jax.Array)]
 
-        def call(leaves: list[Any], batch: list[Any]) -> None:
-            forward(_put_together(leaves, self.structure, self.static), as_batch(batch))
+        def call(leaves: list[Any], batch: list[Any]) -> list[Any]:
+            return forward(_put_together(leaves, self.structure, self.static), as_batch(batch))
 
         try:
             jaxpr = jax.make_jaxpr(call)(self.arrays, batch)
@@ -82,6 +89,8 @@ class Model:
         numbered = _put_together(range(len(self.arrays)), self.structure, self.static)
         places = [(self.first[number], numbered[number]) for number in self.observed]
         constants = jaxprs.constants(jaxpr)
+        vectors = {place: (number, self.arrays[place].shape) for number, place in self._alone(numbered)}
+        self.producers.read(jaxpr, vectors, len(self.arrays) + len(batch))
 
         def observing(numbers: Iterable[int]) -> Callable[..., dict[Key, Sums]]:
             return lambda consts, leaves, batch: self._observe(jaxpr, places, set(numbers), consts, leaves, batch)
@@ -103,6 +112,18 @@ class Model:
         found = {(ordered[at], axes, stack): sums for (at, axes, stack), sums in frame.sums.items()}
         self.order |= dict.fromkeys(found)
         return found
+
+    def _alone(self, numbered: Sequence[Any]) -> Iterator[tuple[int, int]]:
+        """The floating-point leaves that are one array each, and that no other leaf is: number, place."""
+        values = Counter(id(leaf.value) for leaf in self.tree.leaves)
+        for number, leaf in enumerate(self.tree.leaves):
+            plain = isinstance(numbered[number], int) and values[id(leaf.value)] == 1
+            if plain and jnp.issubdtype(leaf.value.dtype, jnp.floating):
+                yield number, numbered[number]
+
+    def folds(self) -> tuple[Fold, ...]:
+        """Where factors of inputs can go. A result that is no array may hide what else becomes of a value."""
+        return () if self.hidden else self.producers.folds([leaf.path for leaf in self.tree.leaves])
 
     def warn(self, seen: Iterable[int]) -> None:
         """Name the leaves whose products could not be seen, to the caller of the caller."""
@@ -140,6 +161,11 @@ def _parts(sizes: Mapping[Key, Any]) -> list[list[int]]:
 
 def _is_implicit(x: Any) -> bool:
     return isinstance(x, ImplicitArray)
+
+
+def _is_seen(x: Any) -> bool:
+    """Is this result an array, or nothing that could hold one?"""
+    return isinstance(x, (jax.Array, np.ndarray, str, bytes, int, float, complex))
 
 
 def _is_array(x: Any) -> bool:

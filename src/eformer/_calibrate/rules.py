@@ -78,26 +78,30 @@ def _broadcast(frame: Frame, primitive: Any, operands: list[Any], params: dict[s
     return _moved(frame, primitive, operands, params, lambda view: views.broadcasted(view, shape, dimensions))
 
 
-def _cut(view: View, positions: Sequence[Any], shape: Sequence[int]) -> View:
+def cut(view: View, positions: Sequence[Any], shape: Sequence[int]) -> View:
     for axis, (at, size) in enumerate(zip(positions, shape, strict=True)):
         if len(at) != size or isinstance(at, traces.Tracer) or not np.array_equal(at, np.arange(size)):
             view = views.pick(view, axis, at)
     return view
 
 
+def positions_of_slice(shape: Sequence[int], params: dict[str, Any]) -> list[np.ndarray]:
+    limits = zip(params["start_indices"], params["limit_indices"], params["strides"] or [1] * len(shape), strict=True)
+    return [np.arange(*limit) for limit in limits]
+
+
 @rule("slice")
 def _slice(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
     shape = jnp.shape(dense(operands[0]))
-    limits = zip(params["start_indices"], params["limit_indices"], params["strides"] or [1] * len(shape), strict=True)
-    positions = [np.arange(*limit) for limit in limits]
-    return _moved(frame, primitive, operands, params, lambda view: _cut(view, positions, shape))
+    positions = positions_of_slice(shape, params)
+    return _moved(frame, primitive, operands, params, lambda view: cut(view, positions, shape))
 
 
 @rule("rev")
 def _rev(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
     shape = jnp.shape(dense(operands[0]))
     positions = [np.arange(n)[:: -1 if axis in params["dimensions"] else 1] for axis, n in enumerate(shape)]
-    return _moved(frame, primitive, operands, params, lambda view: _cut(view, positions, shape))
+    return _moved(frame, primitive, operands, params, lambda view: cut(view, positions, shape))
 
 
 @rule("dynamic_slice")
@@ -107,7 +111,7 @@ def _dynamic_slice(frame: Frame, primitive: Any, operands: list[Any], params: di
         np.arange(n) if size == n else jnp.clip(dense(start), 0, n - size) + jnp.arange(size)
         for n, size, start in zip(shape, sizes, starts, strict=True)
     ]
-    return _moved(frame, primitive, operands, params, lambda view: _cut(view, positions, shape))
+    return _moved(frame, primitive, operands, params, lambda view: cut(view, positions, shape))
 
 
 @rule("split", "unstack")

@@ -122,7 +122,7 @@ def reshape(view: View, shape: Sequence[int]) -> View:
 
 def _group(items: list[tuple[Piece | None, int]], size: int, picked: Mapping[int, Any]) -> tuple[Piece, ...]:
     """Take pieces off the front of `items` until they make an axis of this size."""
-    group: list[Piece] = []
+    group: list[Piece | None] = []
     while size > 1:
         piece, length = items.pop(0)
         if length > size:
@@ -134,10 +134,10 @@ def _group(items: list[tuple[Piece | None, int]], size: int, picked: Mapping[int
         elif size % length:
             raise _NotFollowed("a reshape across axes")
         size //= length
-        if piece is None and (group or size > 1):
-            raise _NotFollowed("a reshape that joins broadcast axes")
-        group += [] if piece is None else [piece]
-    return tuple(group)
+        group.append(piece)
+    if None in group and any(group):
+        raise _NotFollowed("a reshape that joins broadcast axes")
+    return tuple(piece for piece in group if piece is not None)
 
 
 def concatenated(view: View, axis: int, start: int) -> View:

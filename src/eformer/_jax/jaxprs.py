@@ -179,7 +179,33 @@ def evaluate(
 
     Values may be anything that `visit` understands. `consts` stand for the constants, which come as they are otherwise.
     """
-    program, consts = getattr(jaxpr, "jaxpr", jaxpr), constants(jaxpr) if consts is None else consts
+
+    def results(eqn: Any, operands: list[Any]) -> Any:
+        with eqn.ctx.manager:
+            out = visit(eqn.primitive, operands, eqn.params)
+        return out if eqn.primitive.multiple_results else [out]
+
+    return _walked(jaxpr, values, results, constants(jaxpr) if consts is None else consts)
+
+
+def followed(
+    jaxpr: Any, values: Sequence[Any], visit: Callable[[str, list[Any], dict[str, Any], Any], Sequence[Any] | None]
+) -> list[Any]:
+    """What is known of the results of a jaxpr, where None is nothing.
+
+    `visit(name of the primitive, operands, params, shape of the first result)` gives what is known of each result.
+    """
+
+    def results(eqn: Any, operands: list[Any]) -> Any:
+        shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
+        out = visit(eqn.primitive.name, operands, eqn.params, shape)
+        return [None] * len(eqn.outvars) if out is None else out
+
+    return _walked(jaxpr, values, results, constants(jaxpr))
+
+
+def _walked(jaxpr: Any, values: Sequence[Any], results: Callable[..., Any], consts: Sequence[Any]) -> list[Any]:
+    program = getattr(jaxpr, "jaxpr", jaxpr)
     inputs = getattr(program, "all_invars", None) or [*program.constvars, *program.invars]
     env = dict(zip(inputs, [*consts, *values], strict=True))
 
@@ -187,9 +213,7 @@ def evaluate(
         return atom.val if isinstance(atom, _ext.Literal) else env[atom]
 
     for eqn in program.eqns:
-        with eqn.ctx.manager:
-            out = visit(eqn.primitive, list(map(read, eqn.invars)), eqn.params)
-        env.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
+        env.update(zip(eqn.outvars, results(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, program.outvars))
 
 

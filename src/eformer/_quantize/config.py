@@ -44,6 +44,8 @@ class QuantizationConfig:
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
         symmetric: integers in blocks have a scale only; False adds a zero point.
+        biased: integers in blocks have a bias, not a zero point; it and the scale have 16 bits. Implies
+            `symmetric=False`.
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
         backward: "int8" or "fp8": also round the gradient of such a product.
         static: one scale for all rows, from the statistics of a calibration, instead of one for each.
@@ -65,6 +67,7 @@ class QuantizationConfig:
     scaled: bool = dataclasses.field(default=True, kw_only=True)
     double_quant: bool = dataclasses.field(default=False, kw_only=True)
     symmetric: bool = dataclasses.field(default=True, kw_only=True)
+    biased: bool = dataclasses.field(default=False, kw_only=True)
     activations: str | None = dataclasses.field(default=None, kw_only=True)
     backward: str | None = dataclasses.field(default=None, kw_only=True)
     static: bool = dataclasses.field(default=False, kw_only=True)
@@ -78,10 +81,12 @@ class QuantizationConfig:
         given = row.default_block if isinstance(self.block_size, Default) else self.block_size
         object.__setattr__(self, "block_size", row.check_block(given))
         object.__setattr__(self, "axis", _checked_axis(self.axis))
-        for name in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric", "static"):
+        for name in ("simulate", "use_kernel", "scaled", "double_quant", "symmetric", "biased", "static"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        for name in ("block_size", "scaled", "double_quant", "symmetric"):
+        if self.biased:
+            object.__setattr__(self, "symmetric", False)
+        for name in ("block_size", "scaled", "double_quant", "biased", "symmetric"):
             if name not in row.options and getattr(self, name) != _default(name):
                 takers = ", ".join(f'"{kind}"' for kind, other in FORMATS.items() if name in other.options)
                 raise ValueError(

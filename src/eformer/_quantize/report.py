@@ -18,12 +18,14 @@ from eformer._core.materialization import note_of
 from eformer._formats.blocks import wide
 from eformer._jax import traces
 
+from .folds import FOLDED
 from .leaves import nbytes_of, open_tree
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """One leaf. Errors are against the original, where there is one; `tied_to` names the leaf it shares memory with.
+    """One leaf. Errors are against the original, where there is one and no norm has taken over factors of its rows;
+    `tied_to` names the leaf it shares memory with.
 
     `method` is how `quantize_tree` chose codes and scales, where it was asked for more than rounding.
     """
@@ -164,7 +166,8 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
     name = value.dtype.name
     fmt = (getattr(value, "format", None) or type(value).__name__) if implicit else name
     error = sqnr = None
-    if implicit and original is not None:
+    method = note_of(value) or None if implicit else None
+    if implicit and original is not None and not (method or "").endswith(FOLDED):  # whose rows were multiplied
         if tuple(original.shape) != shape:
             raise ValueError(f"{path!r} has shape {shape}, but the original has {tuple(original.shape)}.")
         if isinstance(original, jax.Array) and not isinstance(original, traces.Tracer) and original.is_deleted():
@@ -174,7 +177,6 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
             )
         error = relative_error(value, original)
         sqnr = -20 * math.log10(error) if error else math.inf
-    method = note_of(value) or None if implicit else None
     return LeafReport(path, fmt, shape, name, nbytes, 8 * nbytes / max(size, 1), error, sqnr, tied_to, method)
 
 

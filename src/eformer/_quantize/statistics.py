@@ -18,8 +18,12 @@ import numpy as np
 
 from eformer.errors import CalibrationError
 
+from . import folds as _folds
+from .folds import Fold
+
 PARTS = ("moment", "diagonal", "absmax", "count")
 _TABLE = "eformer.statistics"
+_FOLDS = "eformer.folds"
 _SUFFIX = ".safetensors"
 _MIXED = (
     "one of these statistics holds whole moments and the other one diagonals only; calibrate both with the same "
@@ -132,7 +136,8 @@ def _sum(a: LeafStatistics, b: LeafStatistics) -> LeafStatistics:
 class Statistics(Mapping[str, LeafStatistics]):
     """What every matrix of a model was multiplied with: a mapping from paths, as rules and reports spell them.
 
-    Made by `eformer.calibrate`. `a + b` is what one calibration on the batches of both would have found.
+    Made by `eformer.calibrate`. `a + b` is what one calibration on the batches of both would have found. `folds` says
+    which norms and biases can take over factors of inputs: what the programs of all batches agree on.
 
     >>> one = LeafStatistics((2, 3), (0,), (), np.eye(2), np.ones(2), np.ones(2), np.asarray(1.0))
     >>> stats = Statistics({"dense/kernel": one})
@@ -143,8 +148,13 @@ class Statistics(Mapping[str, LeafStatistics]):
            [0., 2.]])
     """
 
-    def __init__(self, leaves: Mapping[str, LeafStatistics] | Iterable[tuple[str, LeafStatistics]] = ()):
+    def __init__(
+        self,
+        leaves: Mapping[str, LeafStatistics] | Iterable[tuple[str, LeafStatistics]] = (),
+        folds: Iterable[Fold] = (),
+    ):
         self._leaves = dict(leaves)
+        self.folds = tuple(folds)
 
     def __getitem__(self, path: str) -> LeafStatistics:
         if path not in self._leaves:
@@ -188,12 +198,14 @@ class Statistics(Mapping[str, LeafStatistics]):
             except CalibrationError as err:
                 err.add_note(f"at {path!r}")
                 raise
-        return Statistics(sums)
+        if not (self and other):
+            return Statistics(sums, self.folds or other.folds)
+        return Statistics(sums, [fold for fold in self.folds if fold in other.folds])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all to one safetensors file, an array at a time."""
         uses = [(name, use) for name, leaf in self.items() for use in leaf.uses]
-        data, places = create(path, [(name, _described(use)) for name, use in uses])
+        data, places = create(path, [(name, _described(use)) for name, use in uses], self.folds)
         for (_, use), place in zip(uses, places, strict=True):
             for part, array in place.items():
                 array[...] = getattr(use, part)
@@ -207,10 +219,13 @@ class Statistics(Mapping[str, LeafStatistics]):
         if not files:
             raise CalibrationError(f"{path}: there are no statistics in this folder.")
         found: dict[str, list[LeafStatistics]] = {}
+        folds: list[Fold] = []
         for file in files:
-            for name, use in _read(file):
+            uses, more = _read(file)
+            folds += more
+            for name, use in uses:
                 found.setdefault(name, []).append(use)
-        return cls({name: of_uses(added(uses)) for name, uses in found.items()})
+        return cls({name: of_uses(added(uses)) for name, uses in found.items()}, folds)
 
 
 def check_statistics(given: Any, name: str, fix: str = "") -> None:
@@ -251,7 +266,7 @@ def _described(use: LeafStatistics) -> Described:
 
 
 def create(
-    path: str | os.PathLike[str], uses: Sequence[tuple[str, Described]]
+    path: str | os.PathLike[str], uses: Sequence[tuple[str, Described]], folds: Sequence[Fold] = ()
 ) -> tuple[np.memmap, list[dict[str, np.ndarray]]]:
     """A new file of zeros for these uses: its memory map, and the arrays of every use in it, to be written to."""
     header: dict[str, Any] = {}
@@ -262,7 +277,7 @@ def create(
             end = at + 8 * math.prod(shape)
             header[f"{number}/{part}"] = {"dtype": "F64", "shape": list(shape), "data_offsets": [at, end]}
             at = end
-    header["__metadata__"] = {_TABLE: json.dumps(table)}
+    header["__metadata__"] = {_TABLE: json.dumps(table), _FOLDS: _folds.to_text(folds)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
@@ -279,7 +294,7 @@ def _arrays(data: np.ndarray, header: Mapping[str, Any], number: int) -> dict[st
     }
 
 
-def _read(path: Path) -> Iterator[tuple[str, LeafStatistics]]:
+def _read(path: Path) -> tuple[list[tuple[str, LeafStatistics]], tuple[Fold, ...]]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -287,12 +302,15 @@ def _read(path: Path) -> Iterator[tuple[str, LeafStatistics]]:
                 raise ValueError("it ends too early")
             header = json.loads(file.read(length))
         table = json.loads(header["__metadata__"][_TABLE])
+        folds = _folds.from_text(header["__metadata__"].get(_FOLDS, "[]"))  # earlier versions wrote none
+        uses = []
         data = np.memmap(path, np.uint8, "r", offset=8 + length)
         for number, row in enumerate(table):
             arrays = {"moment": None, **_arrays(data, header, number)}
-            yield row["path"], LeafStatistics(row["shape"], row["axes"], row["stack"], **arrays)
+            uses.append((row["path"], LeafStatistics(row["shape"], row["axes"], row["stack"], **arrays)))
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise CalibrationError(
             f"{path} holds no statistics that can be read ({err!r}); give a file that Statistics.save wrote, or a "
             "folder that calibrate(directory=...) filled."
         ) from err
+    return uses, folds

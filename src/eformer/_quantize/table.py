@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from eformer._formats.arguments import check_block_size
 from eformer._formats.floating import codec as floats
@@ -20,6 +21,7 @@ from eformer._formats.onebit.array import Array1B
 from .names import QuantizationType
 
 Axis = int | tuple[int, ...] | None
+BIAS = jnp.bfloat16  # of biases and their scales: two bytes each, with the range of float32
 
 
 class Default(int):
@@ -75,7 +77,8 @@ def _onebit_options(q: Array1B) -> dict[str, Any]:
 
 def _integers(array: jax.Array, config: Any) -> ArrayInt:
     bits = int(config.dtype.value.removeprefix("int"))
-    return ArrayInt.quantize(array, bits, config.block_size, symmetric=config.symmetric, axis=config.axis)
+    offset = {"biased": True, "scale_dtype": BIAS} if config.biased else {"symmetric": config.symmetric}
+    return ArrayInt.quantize(array, bits, config.block_size, axis=config.axis, **offset)
 
 
 def _int8(array: jax.Array, config: Any) -> Array8B | ArrayInt:
@@ -83,16 +86,19 @@ def _int8(array: jax.Array, config: Any) -> Array8B | ArrayInt:
     if config.block_size is not None:
         return _integers(array, config)
     if not config.symmetric:
-        raise ValueError("symmetric=False has a meaning for 'int8' in blocks only; give a block_size, such as 64.")
+        given = "biased=True" if config.biased else "symmetric=False"
+        raise ValueError(f"{given} has a meaning for 'int8' in blocks only; give a block_size, such as 64.")
     return Array8B.quantize(array, axis=config.axis)
 
 
 def _integer_options(q: Any) -> dict[str, Any]:
-    return {"block_size": q.block_size, "symmetric": q.symmetric} if isinstance(q, ArrayInt) else {}
+    if not isinstance(q, ArrayInt):
+        return {}
+    return {"block_size": q.block_size, "symmetric": q.symmetric, "biased": q.bias is not None}
 
 
 _BLOCKS_OF_INTEGERS: dict[str, Any] = {
-    "options": ("block_size", "symmetric"),
+    "options": ("block_size", "symmetric", "biased"),
     "options_of": _integer_options,
     "check_block": lambda size: None if size is None else integers.check_block_size(size),
     "one_block": integers.whole_rows,

@@ -21,7 +21,7 @@ from eformer._table import printable
 from .config import QuantizationConfig, options_in_rules, quantize_stack
 from .inputs import bare
 from .leaves import nbytes_of, open_tree
-from .methods import Chosen, choose
+from .methods import Chosen, Folding, choose
 from .plan import MIN_SIZE, SKIP, Choice, Decision, Plan, plan
 from .statistics import Statistics, check_statistics
 
@@ -111,8 +111,8 @@ def quantize_tree(
             "round" to the nearest, for the largest value of every block; "scale" searches for scales of the least
             error, weighted by the inputs if there are statistics; "gptq" makes later inputs answer for the errors of
             earlier ones, too, as far as tokens suffice to know how; "awq" multiplies inputs by factors first, which the
-            array carries; "awq+gptq" does both. By default "round"; with statistics "gptq", or "scale" where they hold
-            diagonals only. A leaf without statistics is rounded, with a warning.
+            norm before takes over or the array carries; "awq+gptq" does both. By default "round"; with statistics
+            "gptq", or "scale" where they hold diagonals only. A leaf without statistics is rounded, with a warning.
 
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}}
     >>> quantize_tree(params)["dense"]["kernel"]
@@ -123,8 +123,9 @@ def quantize_tree(
     planned = plan(tree.leaves, rules, default=default, min_size=min_size, skip=skip)
     planned.warn()
     decisions = planned.decisions
-    chosen = choose(decisions, calibration, method)
+    folding = Folding(decisions, choose(decisions, calibration, method), calibration)
     if abstract:
+        chosen = folding.abstract()
         return tree.rebuild(_abstract(d, chosen) for d in decisions)
     shapes = [d.leaf.path for d in decisions if isinstance(d.leaf.value, jax.ShapeDtypeStruct) and d.config is not None]
     if shapes:
@@ -141,13 +142,13 @@ def quantize_tree(
             if decision.config is not None:
                 if id(value) not in made:
                     freed = donate and (not kept or kept.isdisjoint(_memory(value)))
-                    made[id(value)] = _quantized(decision, freed, chosen[decision.leaf.path])
+                    made[id(value)] = _quantized(decision, freed, folding.ready(decision.leaf.path))
                     made |= {id(x): made[id(value)] for x in arrays if x.is_deleted() and id(x) not in made}
                 done += nbytes_of(value)
                 value = made[id(value)]
                 tell(Progress(decision.leaf.path, done, total))
             results.append(value)
-    return tree.rebuild(results)
+    return tree.rebuild(folding.vectors.get(d.leaf.path, x) for d, x in zip(decisions, results, strict=True))
 
 
 def plan_tree(params: Any, rules: Any = None, **options: Any) -> Plan:

@@ -145,6 +145,7 @@ class ArrayInt(QuantizedArray):
         axis: int | None = None,
         dtype: Any = None,
         scale_dtype: Any = jnp.float32,
+        biased: bool = False,
     ) -> ArrayInt:
         """Quantize a floating array.
 
@@ -156,20 +157,22 @@ class ArrayInt(QuantizedArray):
             axis: the axis blocks run along; by default the contracted one of `x @ w`.
             dtype: the logical dtype, by default that of `array`.
             scale_dtype: how scales are stored: float32, bfloat16 or float16.
+            biased: a bias per block, stored as the scale is, instead of a zero point.
         """
         array = _arguments.as_float(array, "an integer format")
         axis = _arguments.checked_axis(axis, array.ndim)
         size = array.shape[axis]
         block_size = codec.whole_rows(size) if block_size is None else codec.check_block_size(block_size)
-        if not isinstance(symmetric, bool):
-            raise TypeError(f"symmetric must be True or False, got {symmetric!r}.")
+        for name, given in (("symmetric", symmetric), ("biased", biased)):
+            if not isinstance(given, bool):
+                raise TypeError(f"{name} must be True or False, got {given!r}.")
         options: dict[str, Any] = {"bits": codec.check_bits(bits), "block_size": block_size}
-        packed, scale, zero = codec.encode(
-            array, axis=axis, symmetric=symmetric, scale_dtype=codec.check_scale_dtype(scale_dtype), **options
-        )
+        how = {"symmetric": symmetric, "biased": biased, "scale_dtype": codec.check_scale_dtype(scale_dtype)}
+        packed, scale, offset = codec.encode(array, axis=axis, **how, **options)
+        parts = {"scale": scale, "bias" if biased else "zero": offset}
         dtype = _arguments.checked_dtype(dtype, array.dtype, "an integer format")
         pad = packed.shape[-2] * block_size - size
-        return _arguments.keep_sharding(cls(packed, scale, zero, axis=axis, pad=pad, dtype=dtype, **options), array)
+        return _arguments.keep_sharding(cls(packed, **parts, axis=axis, pad=pad, dtype=dtype, **options), array)
 
     @classmethod
     def from_codes(

@@ -72,14 +72,21 @@ def check_scale_dtype(dtype: Any) -> np.dtype:
     return dtype
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "bits", "block_size", "symmetric", "scale_dtype"))
+@functools.partial(jax.jit, static_argnames=("axis", "bits", "block_size", "symmetric", "scale_dtype", "biased"))
 def encode(
-    w: jax.Array, *, axis: int, bits: int, block_size: int, symmetric: bool = True, scale_dtype: Any = jnp.float32
+    w: jax.Array,
+    *,
+    axis: int,
+    bits: int,
+    block_size: int,
+    symmetric: bool = True,
+    scale_dtype: Any = jnp.float32,
+    biased: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Quantize blocks of `block_size` values along `axis`.
 
     Returns packed codes `lead + trail + (blocks, bytes)`, scales `lead + trail + (blocks,)`, and uint8 zero points of
-    the shape of the scales, or None.
+    the shape of the scales (or biases, of the dtype of the scales), or None.
 
     >>> packed, scale, _ = encode(jnp.array([0.0, 0.5, 1.0, -2.0] * 4), axis=-1, bits=4, block_size=16)
     >>> packed.tolist()[0][:2], scale.tolist()
@@ -88,13 +95,13 @@ def encode(
     _arguments.check_float(w, "an integer format")
     axis, bits, block_size = _arguments.check_axis(axis, w.ndim), check_bits(bits), check_block_size(block_size)
     scale_dtype, at = check_scale_dtype(scale_dtype), w.ndim + axis
-    run = _symmetric if symmetric else _with_zero
+    run = _with_bias if biased else _symmetric if symmetric else _with_zero
     results = [
         run(piece.astype(jnp.float32), at + 1, bits, scale_dtype) for piece in _blocks.grouped(w, axis, block_size)
     ]
     codes, scale, zero = (_blocks.joined(list(parts), at) for parts in zip(*results, strict=True))
-    packed = packed_codes(_blocks.group_last(codes, at, 1), bits)
-    return packed, _blocks.group_last(scale, at, 0), None if symmetric else _blocks.group_last(zero, at, 0)
+    packed, alone = packed_codes(_blocks.group_last(codes, at, 1), bits), symmetric and not biased
+    return packed, _blocks.group_last(scale, at, 0), None if alone else _blocks.group_last(zero, at, 0)
 
 
 def packed_codes(codes: jax.Array, bits: int) -> jax.Array:
@@ -126,6 +133,14 @@ def _with_zero(blocks: jax.Array, at: int, bits: int, dtype: Any) -> tuple[jax.A
     zero = jnp.clip(jnp.where(jnp.isnan(exact), 0, jnp.round(exact)), 0, 2**bits - 1)
     codes = _rounded(blocks, scale, at) + jnp.expand_dims(zero, at)
     return _codes(codes, 0, bits), scale, zero.astype(jnp.uint8)
+
+
+def _with_bias(blocks: jax.Array, at: int, bits: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    low, high = _ends(blocks, at)
+    steps = jnp.where(high - high == 0, 2**bits - 1, jnp.nan).astype(jnp.float32)  # as above
+    scale, bias = _stored(high / steps - low / steps, dtype), _stored(low, dtype)
+    codes = _rounded(blocks - jnp.expand_dims(bias.astype(jnp.float32), at), scale, at)
+    return _codes(codes, 0, bits), scale, bias
 
 
 def _ends(blocks: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:

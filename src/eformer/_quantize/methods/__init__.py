@@ -9,5 +9,6 @@ from ..config import BY_METHOD
 from .choose import Chosen as Chosen
 from .choose import choose as choose
 from .encode import encode as encode
+from .fold import Folding as Folding
 
 BY_METHOD.append(encode)

@@ -25,6 +25,7 @@ class Chosen:
     statistics: LeafStatistics | None = None
     note: str = ""
     calibrated: bool = False
+    factor: Any = None  # that another leaf takes over
 
     def encode(self, w: Any, config: QuantizationConfig, decision: Decision) -> Any:
         plain, batch = dataclasses.replace(config, method=None), decision.role.batch
@@ -32,7 +33,7 @@ class Chosen:
             plain = dataclasses.replace(plain, static=False, smooth=None)
         if self.method == "round":
             return quantize_stack(w, plain, batch, self.statistics)
-        made = encode(w, self.statistics, inputs.bare(plain), self.method, batch)
+        made = encode(w, self.statistics, inputs.bare(plain), self.method, batch, self.factor)
         return inputs.rounding_inputs(made, plain, self.statistics)
 
 

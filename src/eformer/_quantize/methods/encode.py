@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,31 +56,31 @@ class Work:
     def run(self, f: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
         return matrices.in_parts(f, self.layout.sizes, *arrays, **options)
 
-    def codes(self, w: jax.Array, scale: jax.Array, zero: Any, method: str) -> tuple[jax.Array, jax.Array]:
-        """Codes (S, K, N) for scales that are known, and the scales, which "gptq" then fits to the codes."""
+    def codes(self, w: jax.Array, scale: jax.Array, zero: Any, method: str) -> tuple[jax.Array, jax.Array, Any]:
+        """Codes (S, K, N) for scales and zero points that are known, and these, which "gptq" then fits to the codes."""
         if method != "gptq":
-            return self.run(matrices.nearest, w, scale, zero, **self.how), scale
-        codes, scale, times = self._propagated(w, scale, zero)
+            return self.run(matrices.nearest, w, scale, zero, **self.how), scale, zero
+        codes, times, scale, zero = self._propagated(w, scale, zero)
         for _ in range(self.grid.rounds - 1 if self.fits else 0):
-            codes, scale, times = self._propagated(w, scale, zero)
+            codes, times, scale, zero = self._propagated(w, scale, zero)
         for _ in range(REVISITS if self.fits else 0):
             codes = self._given_codes(matrices.revisited, w, times, codes, scale, zero)
-            scale = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
+            scale, zero = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
         _check_damping(times)
-        return codes, scale
+        return codes, scale, zero
 
     @property
     def fits(self) -> bool:
         """Can scales be fitted to codes, with the inputs known?"""
         return self.layout.along_inputs and not isinstance(self.grid, GridFixed)
 
-    def _propagated(self, w: jax.Array, scale: jax.Array, zero: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _propagated(self, w: jax.Array, scale: jax.Array, zero: Any) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         codes, times = self.run(matrices.propagated, w, self.moment, self.count, scale, zero, **self.how)
         if self.fits:
-            scale = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
-        return codes, scale, times
+            scale, zero = self._given_codes(matrices.refitted, w, times, codes, scale, zero)
+        return codes, times, scale, zero
 
-    def _given_codes(self, f: Callable[..., Any], w: jax.Array, times: jax.Array, *known: Any) -> jax.Array:
+    def _given_codes(self, f: Callable[..., Any], w: jax.Array, times: jax.Array, *known: Any) -> Any:
         return self.run(f, w, self.moment, self.count, times, *known, grid=self.grid, block=self.layout.block)
 
     def scaled(self, factor: Any) -> Work:
@@ -105,7 +106,14 @@ class _Product:
         return math.prod(parts[1:], start=parts[0])
 
 
-def encode(w: Any, statistics: LeafStatistics | None, config: QuantizationConfig, method: str, batch: int = 0) -> Any:
+def encode(
+    w: Any,
+    statistics: LeafStatistics | None,
+    config: QuantizationConfig,
+    method: str,
+    batch: int = 0,
+    factor: Any = None,
+) -> Any:
     """Quantize a weight by a method.
 
     Args:
@@ -117,6 +125,8 @@ def encode(w: Any, statistics: LeafStatistics | None, config: QuantizationConfig
             inputs answer for the errors of earlier ones. "awq" multiplies the inputs by factors first, which a
             `ScaledArray` carries; "awq+gptq" does both.
         batch: leading axes that number matrices, as for `quantize_stack`.
+        factor: for "awq", factors (matrices, channels) that another leaf takes over: the array is that of the weight
+            times these, and carries none.
     """
     check_method(method)
     if method == "round":
@@ -131,7 +141,9 @@ def encode(w: Any, statistics: LeafStatistics | None, config: QuantizationConfig
     if work is None:
         return quantize_stack(w, config, batch)
     values = _on_one_device(dense).astype(jnp.float32)
-    run = _with_factors if method.startswith("awq") else _made
+    run = _made
+    if method.startswith("awq"):
+        run = _with_factors if factor is None else functools.partial(_times, factor=factor)
     made = keep_sharding(run(work, values, method, dense.dtype), dense)
     return made.materialize() if config.simulate else made
 
@@ -199,7 +211,7 @@ def _made(work: Work, values: jax.Array, method: str, dtype: Any) -> Any:
     if grid.together:
         stored, numbers = grid.stored(layout.back_scale(scale), layout.axis)
         scale = layout.take_scale(numbers)
-    codes, scale = work.codes(w, scale, zero, method)
+    codes, scale, zero = work.codes(w, scale, zero, method)
     if stored is not None:
         stored, _ = grid.stored(layout.back_scale(scale), layout.axis)
     scale = layout.back_scale(scale) if stored is None else stored
@@ -225,13 +237,46 @@ def _with_fixed_scales(work: Work, values: jax.Array, method: str, dtype: Any) -
 def _with_factors(work: Work, values: jax.Array, method: str, dtype: Any) -> Any:
     """The array of the weight times its factors, and their inverse to multiply the inputs with."""
     layout = work.layout
-    axis = None if isinstance(work.grid, GridFixed) else (-2 if layout.along_inputs else -1)
-    config = dataclasses.replace(work.config, axis=-2 if axis is None else axis, simulate=False)
-    factor = work.run(awq.factors, layout.take(values), work.diagonal, work.moment, config=config)
-    carried = layout.carried(factor)
-    made = _made(work.scaled(factor), values * carried, "gptq" if "gptq" in method else "scale", dtype)
+    factor = _factors([work], [values])
     core = len(layout.shape) - next((i for i, a in enumerate(layout.stack) if i != a), len(layout.stack))
-    return ScaledArray(made, 1 / carried, core=core)
+    made = _times(work, values, method, dtype, factor=factor)
+    return ScaledArray(made, 1 / layout.carried(factor), core=core)
+
+
+def _times(work: Work, values: jax.Array, method: str, dtype: Any, *, factor: Any) -> Any:
+    """The array of the weight times factors (S, K), or (S, channels)."""
+    layout = work.layout
+    missing = layout.sizes[1] - factor.shape[1]
+    factor = jnp.pad(jnp.asarray(factor, jnp.float32), ((0, 0), (0, missing)), constant_values=1)
+    method = "gptq" if "gptq" in method else "scale"
+    return _made(work.scaled(factor), values * layout.carried(factor), method, dtype)
+
+
+def _factors(works: Sequence[Work], values: Sequence[jax.Array]) -> jax.Array:
+    """Factors (S, K) for matrices with the same inputs."""
+    configs = []
+    for work in works:
+        axis = -2 if isinstance(work.grid, GridFixed) or work.layout.along_inputs else -1
+        configs.append(dataclasses.replace(work.config, axis=axis, simulate=False))
+    first = max(works, key=lambda work: work.layout.sizes[1])  # padded to whole blocks, which may differ
+    s, k, _ = first.layout.sizes
+    sizes = s, k, sum(work.layout.sizes[2] for work in works)
+    weights = [work.layout.take(w) for work, w in zip(works, values, strict=True)]
+    weights = [jnp.pad(w, ((0, 0), (0, k - w.shape[1]), (0, 0))) for w in weights]
+    return matrices.in_parts(awq.factors, sizes, first.diagonal, first.moment, *weights, configs=tuple(configs))
+
+
+def shared_factors(
+    weights: Sequence[Any], statistics: Sequence[LeafStatistics], configs: Sequence[QuantizationConfig]
+) -> jax.Array | None:
+    """Factors (matrices, channels) for weights with the same inputs, each contracted along one axis; None for values
+    that are not finite."""
+    dense = [as_float(w, str(config.dtype)) for w, config in zip(weights, configs, strict=True)]
+    if not all(bool(jnp.all(jnp.isfinite(w))) for w in dense):
+        return None
+    works = [_begin(tuple(w.shape), s, c, "awq") for w, s, c in zip(dense, statistics, configs, strict=True)]
+    found = _factors(works, [_on_one_device(w).astype(jnp.float32) for w in dense])
+    return found[:, : statistics[0].channels]
 
 
 def _check_damping(times: jax.Array) -> None:

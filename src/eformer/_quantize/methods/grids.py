@@ -25,6 +25,7 @@ from eformer._formats.onebit import codec as onebit
 from eformer._formats.onebit.array import Array1B
 
 from ..config import QuantizationConfig, QuantizationType
+from ..table import BIAS
 
 Zero = jax.Array | None
 _TINY = float(np.finfo(np.float32).tiny)
@@ -55,8 +56,9 @@ class Grid:
     often "gptq" chooses codes and then fits scales to them: the fewer values there are, the more it gains.
     """
 
-    ratios: ClassVar[tuple[float, ...]] = (1.0,)
+    ratios: ClassVar[tuple[Any, ...]] = (1.0,)
     rounds: ClassVar[int] = 1
+    fits_zero: ClassVar[bool] = False  # may zero points be any numbers, fitted like scales?
 
     def begin(self, x: jax.Array, weights: jax.Array, axis: int) -> Any:
         """What `propose` has to know of blocks along `axis`: by default their largest magnitude."""
@@ -77,6 +79,10 @@ class Grid:
     def units(self, codes: jax.Array, zero: Zero) -> jax.Array:
         """What codes stand for at scale 1, in f32."""
         raise NotImplementedError
+
+    def snap_zero(self, scale: jax.Array, zero: Zero) -> Zero:
+        """The nearest zero point that the format can store beside a scale."""
+        return zero
 
     def codes(self, x: jax.Array, scale: jax.Array, zero: Zero) -> jax.Array:
         return self.nearest(jnp.where(scale == 0, 0, x / jnp.where(scale == 0, 1, scale)), zero)
@@ -186,6 +192,44 @@ class GridIntZero(GridInt):
 
 
 @dataclasses.dataclass(frozen=True)
+class GridIntBias(GridIntZero):
+    """With a bias, here a zero point that may be any number: both ends move apart from each other."""
+
+    fits_zero: ClassVar[bool] = True
+
+    @property
+    def ratios(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        some = _ratios({2: 0.3, 3: 0.4}.get(self.bits, 0.6), 1.05, 12)
+        return tuple((low, high) for low in some for high in some)
+
+    def begin(self, x: jax.Array, weights: jax.Array, axis: int) -> Any:
+        return jnp.min(x, axis=axis), jnp.max(x, axis=axis)
+
+    def propose(self, begun: Any, ratio: Any) -> tuple[jax.Array, Zero]:
+        at_low, at_high = jnp.broadcast_to(jnp.asarray(ratio), (2,))
+        low, high = begun[0] * at_low, begun[1] * at_high
+        scale = self.snap((high - low) / (2**self.bits - 1))
+        return scale, self.snap_zero(scale, -low / jnp.where(scale == 0, 1, scale))
+
+    def snap(self, scale: jax.Array) -> jax.Array:
+        return super().snap(scale).astype(BIAS).astype(jnp.float32)
+
+    def snap_zero(self, scale: jax.Array, zero: Zero) -> Zero:
+        assert zero is not None
+        stored = (-zero * scale).astype(BIAS).astype(jnp.float32)
+        return jnp.where(scale == 0, zero, -stored / jnp.where(scale == 0, 1, scale))
+
+    def nearest(self, quotients: jax.Array, zero: Zero) -> jax.Array:
+        assert zero is not None
+        return jnp.clip(jnp.round(quotients + zero), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def build(self, codes: Any, scale: Any, zero: Any, *, unit: Any, axis: int, dtype: Any) -> ArrayInt:
+        numbers = {"scale": scale.astype(BIAS), "bias": (-zero * scale).astype(BIAS)}
+        options: dict[str, Any] = {"bits": self.bits, "block_size": self.block, "axis": axis, "dtype": dtype}
+        return ArrayInt.from_codes(codes, **numbers, **options)
+
+
+@dataclasses.dataclass(frozen=True)
 class GridFloat(Grid):
     """Small floats in blocks, and IQ4_NL."""
 
@@ -282,7 +326,7 @@ def grid_of(config: QuantizationConfig, size: int) -> tuple[Grid, int] | None:
         return GridNF4(block, config.double_quant), block
     if kind.startswith("int") and not (kind == "int8" and block is None):
         block = block or integers.whole_rows(size)
-        made = GridInt if config.symmetric else GridIntZero
+        made = GridIntBias if config.biased else GridInt if config.symmetric else GridIntZero
         return made(int(kind.removeprefix("int")), block), block
     if kind in ("ternary", "binary"):
         return GridOneBit(onebit.BITS[kind]), size

@@ -17,6 +17,7 @@ from .search import search
 
 WORKING_BYTES, WORKING_BYTES_OF_ACCELERATORS = 1 << 28, 1 << 32
 FREE_POWER = 2.4
+ZERO_MOVES = 4.0
 RIDGE = 1e-3  # of least squares, in units of its diagonal
 
 
@@ -119,32 +120,41 @@ def propagated(
 def refitted(
     w: jax.Array, moment: jax.Array, count: jax.Array, times: jax.Array, codes: jax.Array, scale: jax.Array,
     zero: Zero, *, grid: Grid, block: int,
-) -> jax.Array:  # fmt: skip
-    """Scales (K / block, N) that leave the least error of the outputs for codes that are known.
+) -> tuple[jax.Array, Zero]:  # fmt: skip
+    """Scales (K / block, N), and zero points, that leave the least error of the outputs for codes that are known.
 
-    Every output has a least squares problem of its own, with an unknown for each of its blocks. Scales move by less
-    than a half; where the moment could not be factored (`times` of damping), they stay.
+    Every output has a least squares problem of its own, with an unknown for each of its blocks, or two where what is
+    added to a block is fitted as well. Scales move by less than a half, zero points by less than four codes; where the
+    moment could not be factored (`times` of damping), they stay.
     """
     h = gptq.damped(gptq.shrunk(moment, count), times)
     spread = functools.partial(jnp.repeat, repeats=block, axis=0)
     units = grid.units(codes, None if zero is None else spread(zero))
     product = functools.partial(jnp.matmul, precision="highest")
+    ways = jnp.stack([units, jnp.ones_like(units)] if grid.fits_zero else [units])  # what an unknown multiplies
 
     def per_block(a: jax.Array) -> jax.Array:
-        return jnp.sum((units * a).reshape(-1, block, a.shape[-1]), axis=1)
+        sums = jnp.sum((ways * a).reshape(len(ways), -1, block, a.shape[-1]), axis=2)
+        return sums.reshape(-1, a.shape[-1])
 
-    def row(b: jax.Array) -> jax.Array:
-        own, columns = (lax.dynamic_slice_in_dim(a, b * block, block, axis) for a, axis in ((units, 0), (h, 1)))
+    def row(at: jax.Array) -> jax.Array:
+        way, b = ways[at // blocks], at % blocks
+        own, columns = (lax.dynamic_slice_in_dim(a, b * block, block, axis) for a, axis in ((way, 0), (h, 1)))
         return per_block(product(columns, own))
 
     blocks = w.shape[0] // block
-    a = jnp.transpose(lax.map(row, jnp.arange(blocks)), (2, 0, 1))
+    a = jnp.transpose(lax.map(row, jnp.arange(len(ways) * blocks)), (2, 0, 1))
     off = per_block(product(h, w - units * spread(scale))).T
     size = jnp.diagonal(a, axis1=1, axis2=2)
-    a = a + (RIDGE * size + (size == 0))[..., None] * jnp.eye(blocks)
-    moved = scale + jnp.linalg.solve(a, off[..., None])[..., 0].T
-    fine = (jnp.abs(moved - scale) < 0.5 * jnp.abs(scale)) & (times < gptq.ATTEMPTS)
-    return jnp.where(fine, grid.snap(moved), scale)
+    a = a + (RIDGE * size + (size == 0))[..., None] * jnp.eye(a.shape[-1])
+    change = jnp.linalg.solve(a, off[..., None])[..., 0].T.reshape(len(ways), blocks, -1)
+    fine = (jnp.abs(change[0]) < 0.5 * jnp.abs(scale)) & (times < gptq.ATTEMPTS)
+    if zero is None or not grid.fits_zero:
+        return jnp.where(fine, grid.snap(scale + change[0]), scale), zero
+    fine &= jnp.abs(change[1]) < ZERO_MOVES * jnp.abs(scale)
+    moved = jnp.where(fine, grid.snap(scale + change[0]), scale)
+    shifted = grid.snap_zero(moved, zero - change[1] / jnp.where(moved == 0, 1, moved))
+    return moved, jax.tree.map(functools.partial(jnp.where, fine), shifted, zero)
 
 
 @_one_by_one

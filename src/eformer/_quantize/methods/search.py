@@ -12,6 +12,7 @@ from jax import lax
 from .grids import Grid, Zero
 
 REFITS = 2
+REFITS_OF_TWO = 4  # where zero points are fitted as well
 
 
 def search(grid: Grid, x: jax.Array, weights: jax.Array, axis: int, power: float) -> tuple[jax.Array, Zero]:
@@ -38,9 +39,19 @@ def search(grid: Grid, x: jax.Array, weights: jax.Array, axis: int, power: float
     def refit(best: Any, _: Any) -> tuple[Any, None]:
         _, scale, zero = best
         units = grid.units(error(scale, zero)[1], None if zero is None else jnp.expand_dims(zero, axis))
+        unit, value = map(mean, (units, x))
+        units, values = (a - jnp.expand_dims(m, axis) for a, m in ((units, unit), (x, value)))
         squares = jnp.sum(weights * units * units, axis=axis)
-        fitted = jnp.sum(weights * units * x, axis=axis) / jnp.where(squares == 0, 1, squares)
-        return better(best, grid.snap(jnp.where(squares == 0, scale, fitted)), zero), None
+        fitted = jnp.sum(weights * units * values, axis=axis) / jnp.where(squares == 0, 1, squares)
+        fitted = grid.snap(jnp.where(squares == 0, scale, fitted))
+        if zero is not None:
+            zero = grid.snap_zero(fitted, zero + unit - value / jnp.where(fitted == 0, 1, fitted))
+        return better(best, fitted, zero), None
+
+    def mean(a: jax.Array) -> jax.Array:
+        """Where a line is fitted through; 0 where it has to go through 0."""
+        total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=axis)
+        return jnp.sum(weights * a, axis=axis) / total if grid.fits_zero else jnp.zeros_like(total)
 
     begun = grid.begin(x, weights, axis)
     scale, zero = grid.propose(begun, 1.0)
@@ -48,5 +59,5 @@ def search(grid: Grid, x: jax.Array, weights: jax.Array, axis: int, power: float
     best = (error(scale, zero)[0], scale, zero)
     if len(grid.ratios) > 1:
         best, _ = lax.scan(attempt, best, jnp.asarray(grid.ratios, jnp.float32))
-    best, _ = lax.scan(refit, best, None, length=REFITS)
+    best, _ = lax.scan(refit, best, None, length=REFITS_OF_TWO if grid.fits_zero else REFITS)
     return best[1], best[2]
