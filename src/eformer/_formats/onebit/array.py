@@ -106,8 +106,7 @@ class Array1B(QuantizedArray):
         per_byte = 8 // self.bits
         taken = jnp.take(self.weight, index // per_byte, axis=-1)
         shift = jnp.broadcast_to(8 - self.bits * (1 + index % per_byte), taken.shape).astype(jnp.uint8)
-        field = taken >> shift & (2**self.bits - 1)
-        codes = field.astype(jnp.int8) - 1 if self.bits == 2 else 2 * field.astype(jnp.int8) - 1
+        codes = codec.signed(taken >> shift & (2**self.bits - 1), self.bits)
         scale = self.frozen_scale()
         if scale is None:
             return codes

@@ -189,11 +189,18 @@ def unpack(packed: jax.Array, *, axis: int, bits: int, size: int) -> jax.Array:
     lead, trail = rows.shape[: at + 1], rows.shape[at + 1 :]
     place = lax.broadcasted_iota(jnp.uint8, (*lead, per_byte, *trail), at + 1)
     shift = jnp.uint8(8 - bits) - place * jnp.uint8(bits)
-    field = ((jnp.expand_dims(rows, at + 1) >> shift) & jnp.uint8(2**bits - 1)).astype(jnp.int16)
-    # In int16: XLA's CPU backend (jaxlib 0.10, 0.12) reduces products of factors with 8-bit arithmetic to garbage.
-    codes = (field - 1 if bits == 2 else 2 * field - 1).astype(jnp.int8)
+    codes = signed((jnp.expand_dims(rows, at + 1) >> shift) & jnp.uint8(2**bits - 1), bits)
     dense = codes.reshape(*lead[:-1], lead[-1] * per_byte, *trail)
     return lax.slice_in_dim(dense, 0, size, axis=at)
+
+
+def signed(field: jax.Array, bits: int) -> jax.Array:
+    """The int8 codes of stored fields.
+
+    In int16: XLA's CPU backend (jaxlib 0.10, 0.12) reduces products of factors with 8-bit arithmetic to garbage.
+    """
+    field = field.astype(jnp.int16)
+    return (field - 1 if bits == 2 else 2 * field - 1).astype(jnp.int8)
 
 
 def _pack_pairs(codes: jax.Array, at: int, bits: int) -> jax.Array:
