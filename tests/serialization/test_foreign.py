@@ -132,6 +132,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"config": {"sym": True}},
         r"'m\.qzeros'.*sym=True means 8.*'sym': Fal",
     ),
+    "zero points that are symmetric as stored": (
+        "gptq",
+        {"config": {}, "qzeros": lambda z: np.full_like(z, 0x88888888 - 2**32)},
+        r"'m\.qzeros'.*holds 8 everywhere.*'checkpoint_format': 'gptq_v2'",
+    ),
     "scales of other columns": ("gptq", {"scales": last}, r"'m\.(qweight|qzeros|g_idx)'.*part of a quantized weight"),
     "no scales": ("gptq", {"scales": None}, r"'m\.(qweight|qzeros|g_idx)'.*makes none of gptq"),
     "no zero points": ("awq", {"qzeros": None}, r"'m\.qweight'.*makes none of gptq.*awq"),
@@ -368,3 +373,10 @@ def test_commands_take_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert_same(ef.load_checkpoint(there["folder"])["m.weight"], ef.load_checkpoint(folder)["m.weight"])
     assert main(["export", str(folder), str(tmp_path / "no"), "--to", "fp8"]) == 1
     assert "tensor 'm.weight': cannot be written as fp8: it is ArrayInt" in capsys.readouterr().err
+
+
+def test_arguments_nobody_reads_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"quantization={'bit': 4} has none of the keys that are read: bits, "):
+        files.load_checkpoint(tmp_path, quantization={"bit": 4})
+    with pytest.raises(TypeError, match=r"""load_checkpoint\(\) has no argument dtype=: .*{"dtype": 'float32'}"""):
+        files.load_checkpoint(tmp_path, dtype="float32")

@@ -83,8 +83,8 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     if version not in ("gptq", "gptq_v2"):
         fix = "Allowed are 'gptq' (zero points stored minus 1) and 'gptq_v2' (as they are)."
         raise wrong(".qzeros", f"is of checkpoint_format={version!r:.50}, whose layout is unknown.", fix)
-    minus = 1 if version == "gptq" else 0
-    return {"bits": bits, "group": group, "minus": minus, "symmetric": config.get("sym") is True, "order": order}
+    zeros_are = {"minus": 1 if version == "gptq" else 0, "assumed": "checkpoint_format" not in config}
+    return {"bits": bits, "group": group, "symmetric": config.get("sym") is True, "order": order, **zeros_are}
 
 
 def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, read: Read) -> np.ndarray | None:
@@ -116,12 +116,19 @@ def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int) -> Any:
     return (codes + np.uint8(minus)) & np.uint8(2**bits - 1)
 
 
-def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, symmetric: bool, **_: Any) -> None:
-    if not symmetric:
+def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, assumed: bool, symmetric: bool, **_: Any) -> None:
+    if not (symmetric or assumed):
         return
     middle, out = 2 ** (bits - 1), arrays[".scales"].shape[1]
     found = np.unique(np.asarray(_gptq_zeros(arrays[".qzeros"], bits, out, minus)))
-    if found.size and (found != middle).any():
+    if not symmetric and found.tolist() == [middle + 1]:
+        raise wrong(
+            ".qzeros",
+            f"holds {middle} everywhere, as symmetric weights have it that store zero points as they are ('gptq_v2'). "
+            f"By default they are stored minus 1 ('gptq'), and this would stand for {middle + 1}.",
+            "Pass quantization={'checkpoint_format': 'gptq_v2'}, or 'gptq' if that is what it is.",
+        )
+    if symmetric and found.size and (found != middle).any():
         raise wrong(
             ".qzeros",
             f"holds the zero points {found[:4].tolist()}, but sym=True means {middle} everywhere.",
@@ -130,7 +137,9 @@ def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, symmetric: 
         )
 
 
-def _make_gptq(arrays: Any, *, bits: int, group: Any, minus: int, symmetric: bool, order: Any, dtype: str) -> Any:
+def _make_gptq(
+    arrays: Any, *, bits: int, group: Any, minus: int, symmetric: bool, order: Any, dtype: str, **_: Any
+) -> Any:
     codes, scale = layouts.along(layouts.bit_stream, arrays[".qweight"], bits, 0), arrays[".scales"]
     if order is not None:
         codes = codes[order]

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from eformer._messages import called_otherwise
 from eformer.errors import CheckpointError
 
 from ..checkpoint.index import open_set
@@ -89,6 +90,12 @@ def _check_complete(entries: Mapping[str, Entry], found: Mapping[str, Weight]) -
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 
+# The keys of a quantization config that are read.
+_READ = (
+    "bits", "w_bit", "group_size", "q_group_size", "quant_method", "checkpoint_format", "desc_act", "sym", "version",
+    "mode", "weight_block_size", "config_groups", "dynamic", "dtype",
+)  # fmt: skip
+_NAMES = {"dtype": 'the dtype of values is quantization={{"dtype": {value}}}'}
 CONFIG_KEYS = ("quantization_config", "quantization", "compression_config")
 
 
@@ -248,6 +255,7 @@ def _made(make: Any, static: tuple[tuple[str, Any], ...], dynamic: Any) -> Any:
     return make(arrays, **dict(static), **more)
 
 
+@called_otherwise(**_NAMES)
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -266,6 +274,8 @@ def open_checkpoint(
     """
     if fallback not in ("error", "dense"):
         raise ValueError(f"{fallback=} is unknown; allowed are 'error' and 'dense'.")
+    if quantization and not any(key in _READ or isinstance(found, Mapping) for key, found in quantization.items()):
+        raise ValueError(f"{quantization=} has none of the keys that are read: {', '.join(_READ)}.")
     if is_gguf(path):
         return open_gguf(path)
     files = open_set(path)
@@ -298,6 +308,7 @@ def _unknown(files: Any, method: Any) -> CheckpointError:
     return CheckpointError(f"{what} ({known}){example}.", file=files.path, fix=fix)
 
 
+@called_otherwise(**_NAMES)
 def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """All arrays of a checkpoint by name, packed where the file is; arguments as for `open_checkpoint`.
 
