@@ -266,6 +266,11 @@ class ImplicitArray(ArrayOperators, Placement, _ArrayBase):
         """Is `axis` of an array of `ndim` axes, that this is one of many of, the same axis of every child?"""
         return self.core_ndim is None or axis < ndim - self.core_ndim
 
+    @property
+    def knows_more(self) -> bool:
+        """Is there something besides the children that this array would lose by being taken apart and put together?"""
+        return False
+
     # -- the array protocol --------------------------------------------------------------------------------------------
 
     @property

@@ -118,7 +118,7 @@ def _split_as(q: Any, sharding: Any) -> Any:
 
 @rule("jit")
 def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
-    inlined = jaxprs.inlined_early(params["inline"]) or _reads_a_stack(values, params)
+    inlined = jaxprs.inlined_early(params["inline"]) or _would_forget(values, params)
     if inlined and traces.current_trace() is not traces.eval_trace:
         return call_jaxpr(params["jaxpr"], values)
     in_shardings = ()
@@ -132,9 +132,10 @@ def _jit(primitive: Any, values: list[Any], params: dict[str, Any]) -> list[Any]
     return jitted(*values)
 
 
-def _reads_a_stack(values: list[Any], params: dict[str, Any]) -> bool:
-    """Is there a layer of a stack among the arguments, whose place would be forgotten? Shardings come first."""
-    if not any(_stacks.place_of(leaf) for leaf in jtu.tree_leaves([v for v in values if is_implicit(v)])):
+def _would_forget(values: list[Any], params: dict[str, Any]) -> bool:
+    """Is there a layer of a stack among the arguments, or a transpose, that a product can use? Shardings come first."""
+    arrays = [v for v in values if is_implicit(v)]
+    if not any(v.knows_more for v in arrays) and not any(map(_stacks.place_of, jtu.tree_leaves(arrays))):
         return False
     asked = (*params["in_shardings"], *params["out_shardings"])
     return not any(isinstance(sharding, jax.sharding.Sharding) for sharding in asked)

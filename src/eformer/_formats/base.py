@@ -19,6 +19,7 @@ from eformer._kernels.formats import FORMATS
 
 from . import arguments as _arguments
 from . import sharding as _sharding
+from . import turned
 from .gradients import FactoredScale, frozen, refusal
 
 P = TypeVar("P", bound="Packed")
@@ -98,6 +99,10 @@ class QuantizedArray(Packed, frozen=True):
     compiles_products: ClassVar[bool] = True
     nan_scale: float = float("nan")
     _remembers: ClassVar[Any] = (False, True)
+
+    @property
+    def knows_more(self) -> bool:
+        return turned.before(self) is not None
 
     @property
     def kernel_format(self) -> str | None:

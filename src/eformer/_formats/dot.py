@@ -25,6 +25,7 @@ from eformer._kernels.select import switches as kernel_switches
 from eformer._record import record
 
 from . import shapes as _shapes
+from . import turned
 from .base import QuantizedArray
 from .wrapped import axes_of, is_plain_ragged, register_product
 
@@ -66,6 +67,11 @@ def multiply(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, An
     `rounding` has `activations`, `backward` and `x_scale` of a product that rounds x, the last one (or None) with all
     axes of x, those that are contracted of size 1.
     """
+    while (known := turned.before(q)) is not None:
+        numbers = known.numbers(axes_of(params["dimension_numbers"], q_first), q_first)
+        if numbers is None:
+            break
+        q, params = known.source, {**params, "dimension_numbers": numbers}
     out = params.get("preferred_element_type")
     if out is None:
         (aval,) = avals.result_avals(primitive, [q, x] if q_first else [x, q], params) or [None]

@@ -21,6 +21,7 @@ from eformer._core.materialization import decode, dense_for
 from eformer._jax import traces
 
 from . import sharding as _sharding
+from . import turned
 from .base import Part, QuantizedArray, same_scales
 from .blocks import wide
 from .gradients import FactoredScale
@@ -65,7 +66,9 @@ def transpose(q: QuantizedArray, *, permutation: Sequence[int], **params: Any) -
         return array if same else lax.transpose(array, [*order, *range(len(order), array.ndim)])
 
     where = None if blocked is None else list(permutation).index(blocked)
-    return rebuilt(q, change, where, q.ndim, sharding=_sharding_after(q, permutation))
+    made = rebuilt(q, change, where, q.ndim, sharding=_sharding_after(q, permutation))
+    moved = order != sorted(order) and isinstance(q.part(q.parts[0]), traces.Tracer)
+    return turned.remember(made, q, permutation) if moved else made
 
 
 @register("broadcast_in_dim")
