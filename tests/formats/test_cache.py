@@ -393,8 +393,7 @@ def test_saved_and_reported(kind: str, tmp_path: Any):
 
 def test_a_scale_per_row_is_what_int8_kernels_read():
     for shape in ((2, 64), (3, 2, 64), (1, 64)):
-        codes, scale = QuantizedCache.zeros(shape).kernel_operands()
-        assert (codes.shape, scale.shape) == (shape, (*shape[:-1], 1))
-        assert QuantizedCache.zeros(shape).kernel_format == "int8"
-        assert QuantizedCache.zeros(shape, block_size=32).kernel_format != "int8"
-        assert QuantizedCache.zeros(shape, block_size=32).kernel_operands()[0].shape == (*shape[:-1], 2, 32)
+        whole, blocks = QuantizedCache.zeros(shape), QuantizedCache.zeros(shape, block_size=32)
+        assert [part.shape for part in whole.kernel_operands()] == [shape, (*shape[:-1], 1)]
+        assert (whole.kernel_format == "int8", blocks.kernel_format == "int8") == (True, False)
+        assert blocks.kernel_operands()[0].shape == (*shape[:-1], 2, 32)
