@@ -18,7 +18,7 @@ from eformer._kernels import cuda, explain, native
 from eformer._kernels.cuda import _bytes, _tiles, _wide
 from eformer._kernels.parameters import product_problem
 
-from .test_bytes import RNG, ROUNDED, SIZES, assert_same, defined, make, product
+from .test_bytes import RNG, ROUNDED, SIZES, assert_defined, assert_same, defined, make, product
 from .test_selection import lowered
 
 # More: odd numbers of outs (in the dot form alone).
@@ -61,14 +61,7 @@ def test_products_are_those_of_the_definition(
                 assert "@eformer_cuda_tiles" in program.as_text()
                 y = program.compile()(*operands)
             assert y.dtype == dtype
-            if fmt == "int8":
-                assert_same(y, expected, (m, k, n, cut))
-                continue
-            found = np.asarray(y, np.float64)
-            np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
-            finite = np.isfinite(found) & ~np.isnan(expected)
-            bound = 2.0**-9 * magnitude + float(jnp.finfo(dtype).eps) * np.abs(expected) + float(jnp.finfo(dtype).tiny)
-            assert (np.abs(found - expected) <= bound)[finite].all(), (m, k, n, cut)
+            assert_defined(fmt, y, expected, magnitude, (m, k, n, cut))
 
 
 @pytest.mark.gpu
