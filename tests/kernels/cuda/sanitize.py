@@ -49,6 +49,13 @@ TABLE += [(50, 1024, m, how) for how in (*BYTES, BYTES[0] | {"offset": "zero"}) 
 TABLE += [(136, 1280, m, how) for how in (*SHIFTED, *BYTES) for m in (40, 140)]
 # Tiles that are launched behind the others.
 TABLE += [(8576, 1280, 250, NF4)]
+# Rows and depths of odd sizes, in both forms.
+ODD = [
+    (fmt, form, m)
+    for fmt in ("nf4", "int8", "ternary", "binary", "fp8_e4m3")
+    for form in ("dot", "axpy")
+    for m in (3, 40, 140)
+]
 # x rounded to 8 bits: with and without splits, tiles with edges.
 ROUNDED = [
     (fmt, activations, form, m)
@@ -110,6 +117,16 @@ def main() -> None:
         found = jax.block_until_ready((y, back, looked_up, ragged, entry))
         assert all(bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in found)
     print(f"{len(table)} products, each with its ragged twin, an entry of a stack and a lookup: finite")
+    for fmt, form, m in ODD:
+        rows, cols = 133, 907
+        codes, scale, how = storage(rng, rows, cols, {"fmt": fmt} | ({"block": 96} if fmt == "nf4" else {}))
+        scale = scale if fmt == "nf4" or form == "dot" else np.ones((1, cols), np.float32)
+        x = jnp.asarray(rng.standard_normal((m, cols if form == "dot" else rows)), jnp.bfloat16)
+        for multiply in (qmatmul, in_stack):
+            run = jax.jit(lambda x, multiply=multiply: multiply(x, codes, scale, form=form, cols=cols, **how))  # noqa: B023
+            assert "eformer_cuda_odd" in run.lower(x).as_text()
+            assert bool(jnp.isfinite(run(x).astype(jnp.float32)).all())
+    print(f"{len(ODD)} products of odd sizes, each with an entry of a stack: finite")
     hopper, _tiles.capability = _wide.has_wgmma, lambda: "8.9"
     for tiles, (fmt, activations, form, m) in itertools.product((False, True), ROUNDED):
         _wide.has_wgmma = (lambda: False) if tiles else hopper  # the kernel of other GPUs

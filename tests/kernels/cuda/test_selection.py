@@ -17,11 +17,11 @@ import pytest
 import eformer as ef
 from eformer._kernels import cuda, explain, native, qgather, qragged_dot
 from eformer._kernels import formats as table
-from eformer._kernels.cuda import _wide, tuning
+from eformer._kernels.cuda import _odd, _wide, tuning
 from eformer._kernels.native import BF16
 from eformer._kernels.parameters import Problem, product_problem
 
-from ..cases import NIBBLES, OFFSETS, make_case, with_offset
+from ..cases import FORMS, NIBBLES, OFFSETS, make_case, with_offset
 
 FORMATS, IN_BLOCKS = cuda.LIMITS.formats, ("nf4", *NIBBLES)
 DECODED = tuple(fmt for fmt in table.FORMATS if fmt not in FORMATS)
@@ -282,12 +282,55 @@ def test_the_cut_fills_the_chip() -> None:
 
 
 @pytest.mark.usefixtures("present")
-def test_small_matrices_that_the_wide_kernel_does_not_take_are_decoded_first() -> None:
-    case = make_case(RNG, "int8", 301, 200, scale="row")  # rows of 200 bytes
-    for m, target in ((8, "qmatmul"), (9, "dequant"), (64, "dequant")):
-        assert f"@eformer_cuda_{target}" in lowered(case.product, jnp.ones((m, 200), jnp.bfloat16))
-    stack = make_case(RNG, "int8", 301, 200, batch=(2,), scale="row")
-    assert "@eformer_cuda_qmatmul" in lowered(stack.product, jnp.ones((2, 64, 200), jnp.bfloat16))
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_matrices_of_odd_sizes(fmt: str, form: str) -> None:
+    """Rows of any bytes, any depth: a kernel of their own, up to where decoding first is as quick."""
+    options: dict[str, Any] = {"block": 96} if fmt in IN_BLOCKS else {"scale": "row" if form == "dot" else "column"}
+    case = make_case(RNG, fmt, 301, 205, **options)
+    for m, target in ((1, "odd"), (9, "odd"), (64, "odd"), (256, "odd"), (257, "dequant")):
+        x = jnp.ones((m, 205 if form == "dot" else 301), jnp.bfloat16)
+        text = lowered(lambda x: case.product(x, form), x)
+        assert re.findall(r"@eformer_cuda_(\w+)", text) == [target], m
+        assert ("dot_general" in text) == (target == "dequant")
+        assert target == "dequant" or f"axpy = {int(form == 'axpy')} : i64" in text
+
+
+@pytest.mark.usefixtures("present")
+def test_what_the_kernel_of_odd_sizes_leaves_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs no odd size, factors for every value, offsets, values of 4 bits with a float32 product, other GPUs."""
+    x = jnp.ones((4, 200), jnp.bfloat16)
+
+    def called(case: Any, x: jax.Array = x, **options: Any) -> str:
+        (found,) = re.findall(r"@eformer_cuda_(\w+)", lowered(lambda x: case.product(x, **options), x))
+        return found
+
+    rows = make_case(RNG, "int8", 301, 200, scale="row")
+    assert called(rows) == "odd"
+    assert called(make_case(RNG, "int8", 301, 200, scale="column")) == "odd"
+    assert called(make_case(RNG, "int8", 301, 200, scale="full")) == "dequant"
+    assert called(make_case(RNG, "binary", 301, 256, scale="row"), jnp.ones((4, 256), jnp.bfloat16)) == "qmatmul"
+    assert called(make_case(RNG, "int8", 301, 208, scale="row"), jnp.ones((40, 208), jnp.bfloat16)) == "wide"
+    short = make_case(RNG, "nf4", 301, 200, block=32)
+    assert called(short) == "odd"
+    assert called(short, out_dtype=jnp.float32) == "qmatmul"
+    zero = with_offset(RNG, make_case(RNG, "int4", 301, 205, block=32), "zero")
+    assert called(zero, jnp.ones((4, 205), jnp.bfloat16)) == "qmatmul"
+    monkeypatch.setattr(_wide, "has_wgmma", lambda: False)
+    assert (
+        called(make_case(RNG, "int8", 301, 200, scale="row", batch=(2,)), jnp.ones((2, 64, 200), jnp.bfloat16))
+        == "qmatmul"
+    )
+    for m, target in ((8, "qmatmul"), (9, "dequant")):
+        assert called(make_case(RNG, "int8", 302, 200, scale="row"), jnp.ones((m, 200), jnp.bfloat16)) == target
+
+
+def test_the_cut_of_odd_sizes() -> None:
+    for batch, m, outs, deep in itertools.product((1, 3), (1, 16, 17, 64, 65, 300), (1, 3001), (1, 1000, 14336)):
+        width, splits = _odd.cut(batch, m, outs, deep)
+        assert width in _odd.COSTS
+        assert width >= min(m, max(_odd.COSTS))
+        assert 1 <= splits <= min(_odd.MOST_SPLITS, -(-deep // _odd.DEEP))
 
 
 @pytest.mark.usefixtures("present")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,17 +30,18 @@ from ..native import (
     storage_attributes,
 )
 from ..parameters import Problem
-from . import _attention, _bytes, _tiles, _wide, ways
+from . import _attention, _bytes, _odd, _tiles, _wide, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=8,
+    abi=9,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
+        "odd": "EformerCudaOdd",
         "bytes": "EformerCudaBytes",
         "ragged": "EformerCudaRagged",
         "gather": "EformerCudaQgather",
@@ -146,7 +148,7 @@ def qmatmul(
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of what is stored."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
-    run = {"few": _fused, "wide": _fused_wide, "decode": _decode_first}[way or ways.chosen(problem)]
+    run = {"few": _fused, "wide": _fused_wide, "odd": _fused_odd, "decode": _decode_first}[way or ways.chosen(problem)]
     outs = problem.rows if problem.form == "dot" else problem.cols
     given = _offset(offset_in_one_batch_axis(problem, offset, stacked=index is not None))
     return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], outs)
@@ -189,14 +191,34 @@ def _given(problem: Problem, x: jax.Array, scale: Any, index: Any, *, outside: b
 def _fused_wide(
     problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
 ) -> jax.Array:
+    def cut(*sizes: int) -> _wide.Cut:
+        return _wide.cut(problem.fmt, problem.form, *sizes)
+
+    return _both_forms("wide", cut, problem, x, codes, scale, offset, index)
+
+
+def _fused_odd(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+) -> jax.Array:
+    return _both_forms("odd", _odd.cut, problem, x, codes, scale, offset, index)
+
+
+def _both_forms(
+    target: str,
+    cut: Callable[..., Any],
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array,
+    index: Any,
+) -> jax.Array:
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
-    outs = problem.rows if problem.form == "dot" else problem.cols
-    cut = _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
     operands = (x, codes, scale, offset, _number(index))
-    result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
-    how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
-    (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **how)
+    result = ((batch, m, problem.outs), problem.out_dtype if merge is None else F32)
+    how = {"axpy": int(problem.form == "axpy"), **cut(batch, m, problem.outs, deep)._asdict()}
+    (y,) = call(LIBRARY, target, [result], operands, **storage_attributes(problem), **how)
     return y if merge is None else merge(y).astype(problem.out_dtype)
 
 
