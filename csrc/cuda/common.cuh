@@ -174,6 +174,8 @@ __device__ __forceinline__ float load_float(const void* p, int64_t i, int dtype)
   if (dtype == kBf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
   return __half2float(static_cast<const __half*>(p)[i]);
 }
+// A line of 128 bytes into the cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 // What values have beyond (code - centre) * scale.
 __device__ __forceinline__ float offset_of(const void* p, int64_t i, int dtype, float centre, float scale) {
   if (dtype == kU8) return (centre - static_cast<float>(static_cast<const uint8_t*>(p)[i])) * scale;

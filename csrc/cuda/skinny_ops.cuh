@@ -15,7 +15,6 @@ __device__ __forceinline__ void load_x16(uint32_t* r, const uint8_t* p) {
 __device__ __forceinline__ void load_x8(uint32_t* r, const uint8_t* p) {
   asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p) : "memory");
 }
-__device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void load_matrix_pair(uint32_t (&r)[2], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
