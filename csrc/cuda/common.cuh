@@ -60,6 +60,9 @@ __host__ __device__ constexpr A ceil_div(A a, A b) {
   return (a + b - 1) / b;
 }
 
+// 2^31 / divisor, rounded up: __umulhi(2 * n, magic_of(divisor)) is n / divisor while n * divisor is below 2^31.
+inline uint32_t magic_of(int64_t divisor) { return static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor); }
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
