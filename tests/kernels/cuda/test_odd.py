@@ -32,6 +32,11 @@ SCALES = (np.float32, jnp.bfloat16, np.float16)
 LIMIT = 3e-3  # relative error in the norm: 16-bit operands and results
 
 
+def limit_of(y: jax.Array) -> float:
+    """A norm of few results does not average: w and y are rounded once each, by up to half an eps."""
+    return LIMIT if y.size >= 64 else max(LIMIT, float(jnp.finfo(y.dtype).eps))
+
+
 def case_of(rng: np.random.Generator, i: int, fmt: str, form: str) -> Case:
     rows, cols, _, block = SIZES[i]
     along, across = ("row", "column") if form == "dot" else ("column", "row")
@@ -67,7 +72,7 @@ def test_products(fmt: str, form: str) -> None:
 
         for c, x, y, size in zip(made, xs, jax.jit(program)(xs, stored), SIZES, strict=True):
             assert y.dtype == x.dtype
-            assert error(y, c.expected(np.asarray(x, np.float64), form)) <= LIMIT, (dtype, size)
+            assert error(y, c.expected(np.asarray(x, np.float64), form)) <= limit_of(y), (dtype, size)
 
 
 @pytest.mark.parametrize("form", FORMS)
