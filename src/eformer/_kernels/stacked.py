@@ -61,7 +61,7 @@ def _reads_stacks(candidate: Candidate) -> Candidate:
         offset = {name: _entry(array, index) for name, array in offset.items()}
         return candidate.run(problem, x, _entry(codes, index), taken, *rest, **offset)
 
-    return dataclasses.replace(candidate, run=run)
+    return dataclasses.replace(candidate, run=run, supports=candidate.supports_in_stack or candidate.supports)
 
 
 def in_stack(product: Operation) -> Operation:

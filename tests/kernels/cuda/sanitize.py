@@ -135,7 +135,8 @@ def main() -> None:
         codes = jnp.asarray(rng.integers(0, 64, (144, 1280)), jnp.int8 if fmt == "int8" else jnp.uint8)
         scale = jnp.ones((144, 1) if form == "dot" else (1, 1280))
         for multiply in (qmatmul, in_stack):
-            y = multiply(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
+            how = {"fmt": fmt, "form": form, "cols": 1280, "activations": activations, "preference": "native"}
+            y = multiply(x, codes, scale, **how)
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
     _wide.has_wgmma = hopper
     print(f"{len(ROUNDED)} products that round x, by both kernels: finite")

@@ -84,6 +84,12 @@ def _refuses_few(problem: Problem) -> str | None:
 
 
 def refuses_rounded(problem: Problem) -> str | None:
+    why = refuses_rounded_in_stack(problem)
+    asked = problem.preference == "native"
+    return why or (None if asked or not _wide.has_wgmma() else _bytes.slower(problem))
+
+
+def refuses_rounded_in_stack(problem: Problem) -> str | None:
     why = _bytes.refuses(problem) or LIMITS.refuses_product(problem)
     if not why and not _wide.has_wgmma():
         why = _tiles.refuses(problem)
