@@ -163,7 +163,9 @@ def test_every_shape_of_the_wide_kernel_in_other_types(dtype: Any, out: Any, mon
             monkeypatch.setattr(_wide, "cut", functools.partial(chosen, _wide.Cut(width, outs, splits)))
             monkeypatch.setattr(ways, "chosen", lambda problem: "wide")
             jax.clear_caches()  # equal products share a program
-            y = jax.jit(functools.partial(case.product, form=form, out_dtype=out))(x)
+            program = jax.jit(functools.partial(case.product, form=form, out_dtype=out)).lower(x)
+            assert "@eformer_cuda_wide" in program.as_text()
+            y = program.compile()(x)
             bound = EXACT if jnp.float32 in (dtype, out) else LIMITS[dtype]
             assert error(y, expected) <= bound, (fmt, form, width, outs, splits)
     jax.clear_caches()
