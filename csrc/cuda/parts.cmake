@@ -26,6 +26,7 @@ namespace eformer {
 #define D(FMT) template cudaError_t multiply_dot<FMT, @type@>(cudaStream_t, const Product&, const Device&);
 #define B(KIND) template cudaError_t multiply_bytes<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define T(KIND) template cudaError_t multiply_tiles<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
+#define A(NT) template cudaError_t multiply_axpy<NT>(cudaStream_t, const WideProduct&, const Device&);
 #define W(FMT, TERMS) template cudaError_t multiply_wide<FMT, @type@, @form@, TERMS>(cudaStream_t, const WideProduct&);
 @lines@
 }  // namespace eformer
@@ -54,6 +55,9 @@ foreach(kind bf16 f16)
   endforeach()
 endforeach()
 set(type ${type_bf16})
+foreach(columns 1 2 4 8)
+  eformer_part(axpy_${columns} axpy_launch.cuh "A(${columns})")
+endforeach()
 foreach(form kDot kAxpy)
   eformer_part(wide_bf16_${form}_sums wide_launch.cuh "W(kNf4, 2)")
   eformer_part(wide_bf16_${form}_shift_sums wide_launch.cuh "W(kBias4, 2)")

@@ -39,6 +39,12 @@ __device__ __forceinline__ uint32_t larger_bf16(uint32_t a, uint32_t b) {
   return d;
 }
 
+// For COUNT threads of a block, which know each other by a number from 1 to 15.
+template <int COUNT>
+__device__ __forceinline__ void some_sync(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+
 // Copies started since the last call are complete, one after the other, before those started later.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
