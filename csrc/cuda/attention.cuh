@@ -94,12 +94,17 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
   Memory& m = *reinterpret_cast<Memory*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = static_cast<int>(blockIdx.x % a.splits), head = static_cast<int>(blockIdx.x / a.splits);
+  if (a.cosines && threadIdx.x * 32 < a.size) prefetch(a.cosines + threadIdx.x * 32);  // and sines, which are behind them
+  // Of all that the token has, queries of all heads come first, then keys, then values.
+  const int text = a.row ? head / a.heads_of_row : 0, own = head - text * a.heads_of_row;
+  const int64_t first_query = a.row ? text * a.row + static_cast<int64_t>(own) * a.group * a.size : static_cast<int64_t>(head) * a.group * a.size;
+  const int64_t own_row = a.row ? text * a.row + static_cast<int64_t>(own) * a.size : static_cast<int64_t>(head) * a.size;
   // What does not need the place is asked for before it: query g of every tile, in pieces as lanes have of keys.
   float given[TILES][D / 4];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
     const int query = 8 * n + g;
-    const int64_t from = (static_cast<int64_t>(head) * a.group + query) * a.size;
+    const int64_t from = first_query + static_cast<int64_t>(query) * a.size;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       const int at = K::piece_at(i * 4 / K::kPiece, t) + i * 4 % K::kPiece;
@@ -114,8 +119,8 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
   }
   NewRow<KBITS, D, DTYPE> new_key;
   NewRow<VBITS, D, DTYPE> new_value;
-  if (a.new_keys && warp == 0) new_key.load(a.new_keys, static_cast<int64_t>(head) * a.size, a.size);
-  if (a.new_keys && warp == 1) new_value.load(a.new_values, static_cast<int64_t>(head) * a.size, a.size);
+  if (a.new_keys && warp == 0) new_key.load(a.new_keys, own_row, a.size);
+  if (a.new_keys && warp == 1) new_value.load(a.new_values, own_row, a.size);
 
   const int place = __ldg(a.place), last = min(place, a.positions - 1), first = a.window ? max(place + 1 - a.window, 0) : 0;
   const int count = max(last + 1 - first, 0), share = ceil_div(ceil_div(count, a.splits), kTokens) * kTokens;
@@ -165,6 +170,21 @@ __global__ void __launch_bounds__(kAttentionThreads, D > 128 && TILES > 1 ? 1 : 
   const bool early = tile < end && !has_new(tile);
   if (early) load_keys_of(tile, Yes{}), load_values_of(tile, Yes{});
 
+  const auto turn = [&](auto by_halves) {
+    constexpr bool kHalves = decltype(by_halves)::value;
+    const Turn by{a.cosines, a.sines, a.size / 2};
+    if (a.new_keys && warp == 0) new_key.template turn<kHalves>(by, a.new_keys, own_row);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      if (8 * n + g >= a.group) continue;
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) {
+        const int at = K::piece_at(i * 4 / K::kPiece, t) + i * 4 % K::kPiece;
+        by.apply<DTYPE, kHalves>(a.q, first_query + static_cast<int64_t>(8 * n + g) * a.size, at, given[n], 4 * i);
+      }
+    }
+  };
+  if (a.cosines) a.halves ? turn(Yes{}) : turn(No{});
   if (written >= 0 && warp < 2) {
     const bool owner = (begin <= written && written < end) || (count == 0 && rank == 0);
     const auto at = static_cast<int64_t>(written);

@@ -157,6 +157,43 @@ __device__ __forceinline__ void load_four(const void* p, int64_t from, float (&v
   }
 }
 
+// A value as it would have been stored: in the type of q.
+template <int DTYPE>
+__device__ __forceinline__ float as_stored(float v) {
+  if constexpr (DTYPE == kBf16) return __bfloat162float(__float2bfloat16_rn(v));
+  if constexpr (DTYPE == kF16) return __half2float(__float2half_rn(v));
+  return v;
+}
+
+// Rotary positions: what the pairs of a row are turned by.
+struct Turn {
+  const float *cosines, *sines;
+  int half;  // pairs in a row
+
+  // Four values, which begin at number `at` of the row x + from, a multiple of four. A pair is (i, i + half) or, without
+  // HALVES, (2i, 2i + 1).
+  template <int DTYPE, bool HALVES, int COUNT>
+  __device__ __forceinline__ void apply(const void* x, int64_t from, int at, float (&v)[COUNT], int to) const {
+    if constexpr (HALVES) {
+      const bool first = at < half;
+      const int pair = first ? at : at - half;
+      float other[4], c[4], s[4];
+      load_four<DTYPE>(x, from + (first ? at + half : pair), other, 0);
+      load_four<kF32>(cosines, pair, c, 0), load_four<kF32>(sines, pair, s, 0);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float beside = other[j] * s[j];
+        v[to + j] = as_stored<DTYPE>(fmaf(v[to + j], c[j], first ? -beside : beside));
+      }
+    } else {
+      const float2 c = __ldg(reinterpret_cast<const float2*>(cosines + at / 2)), s = __ldg(reinterpret_cast<const float2*>(sines + at / 2));
+      const float a0 = v[to], b0 = v[to + 1], a1 = v[to + 2], b1 = v[to + 3];
+      v[to] = as_stored<DTYPE>(fmaf(a0, c.x, -(b0 * s.x))), v[to + 1] = as_stored<DTYPE>(fmaf(b0, c.x, a0 * s.x));
+      v[to + 2] = as_stored<DTYPE>(fmaf(a1, c.y, -(b1 * s.y))), v[to + 3] = as_stored<DTYPE>(fmaf(b1, c.y, a1 * s.y));
+    }
+  }
+};
+
 // A row that one warp quantizes, as `encode` of src/eformer/_formats/integer/codec.py does: to shared memory and, if it is
 // this block's to write, into the cache.
 template <int BITS, int D, int DTYPE>
@@ -171,6 +208,18 @@ struct NewRow {
       for (int j = 0; j < kOfWord; ++j) {
         const int at = (threadIdx.x % 32 + 32 * i) * kOfWord + j;
         v[i][j] = at < size ? load_one<DTYPE>(x, from + at) : 0.f;
+      }
+    }
+  }
+  // Of a row that is not padded.
+  template <bool HALVES>
+  __device__ __forceinline__ void turn(const Turn& by, const void* x, int64_t from) {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOfWord; j += 4) {
+        const int at = (threadIdx.x % 32 + 32 * i) * kOfWord + j;
+        if (at < D) by.apply<DTYPE, HALVES>(x, from, at, v[i], j);
       }
     }
   }

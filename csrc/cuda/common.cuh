@@ -60,6 +60,9 @@ __host__ __device__ constexpr A ceil_div(A a, A b) {
   return (a + b - 1) / b;
 }
 
+// 2^31 / divisor, rounded up: __umulhi(2 * n, magic_of(divisor)) is n / divisor while n * divisor is below 2^31.
+inline uint32_t magic_of(int64_t divisor) { return static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor); }
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -174,6 +177,8 @@ __device__ __forceinline__ float load_float(const void* p, int64_t i, int dtype)
   if (dtype == kBf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
   return __half2float(static_cast<const __half*>(p)[i]);
 }
+// A line of 128 bytes into the cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 // What values have beyond (code - centre) * scale.
 __device__ __forceinline__ float offset_of(const void* p, int64_t i, int dtype, float centre, float scale) {
   if (dtype == kU8) return (centre - static_cast<float>(static_cast<const uint8_t*>(p)[i])) * scale;

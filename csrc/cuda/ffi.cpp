@@ -12,7 +12,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t abi_version = 8;
+constexpr int64_t abi_version = 9;
 // Bits of a value, by the number of the format.
 constexpr int64_t formats = 16, bits_of[formats] = {4, 8, 2, 1, 4, 4, 4, 8, 8, 8, 8, 8, 2, 3, 5, 6};
 
@@ -255,14 +255,20 @@ ffi::Error cache_rows(ffi::AnyBuffer codes, ffi::AnyBuffer scale, int64_t size, 
 }
 
 // With rows to write, the results behind y are the arrays of the cache again: codes and scales, in the order of the operands.
+// `joined`, the heads of a text: q has, for every text, queries of all of them, then its row of keys, then that of values; 0: q and the
+// rows are arrays of their own. `turns` are cosines, then sines, or have no elements.
 ffi::Error attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer new_keys, ffi::AnyBuffer new_values, ffi::AnyBuffer keys,
                      ffi::AnyBuffer values, ffi::AnyBuffer key_scale, ffi::AnyBuffer value_scale, ffi::Buffer<ffi::S32> place,
-                     ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets written, int64_t window,
-                     float factor, float cap) {
-  const auto qd = q.dimensions();
+                     ffi::Buffer<ffi::S32> index, ffi::Buffer<ffi::F32> turns, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets written,
+                     int64_t window, float factor, float cap, int64_t joined, int64_t halves) {
   const auto type = float_type(q), y_type = float_type(*y);
-  if (qd.size() != 3 || !type || type != y_type || y->element_count() != q.element_count() || place.element_count() != 1)
+  const auto qd = y->dimensions();
+  const int64_t rows_of_text = joined ? (qd.size() == 3 && joined > 0 && qd[0] % joined == 0 ? joined * (qd[1] + 2) * qd[2] : -1) : 0;
+  const int64_t given = joined ? (rows_of_text > 0 ? qd[0] / joined * rows_of_text : -1) : static_cast<int64_t>(y->element_count());
+  if (qd.size() != 3 || !type || type != y_type || given != static_cast<int64_t>(q.element_count()) || place.element_count() != 1)
     return invalid("q, y and the place do not fit.");
+  if (turns.element_count() != 0 && (static_cast<int64_t>(turns.element_count()) != qd[2] || qd[2] % 8))
+    return invalid("the angles do not fit q.");
   CacheRows k{}, v{};
   if (ffi::Error e = cache_rows(keys, key_scale, qd[2], &k); e.failure()) return e;
   if (ffi::Error e = cache_rows(values, value_scale, qd[2], &v); e.failure()) return e;
@@ -276,15 +282,26 @@ ffi::Error attention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer new_k
   const std::array<ffi::AnyBuffer, 4> cache{keys, values, key_scale, value_scale};
   if (written.size() != 0) {
     for (const ffi::AnyBuffer& rows : {new_keys, new_values}) {
-      if (float_type(rows) != type || static_cast<int64_t>(rows.element_count()) != qd[0] * qd[2])
+      if (float_type(rows) != type || static_cast<int64_t>(rows.element_count()) != (joined ? 0 : qd[0] * qd[2]))
         return invalid("the rows to write do not fit q.");
     }
     a.new_keys = new_keys.untyped_data(), a.new_values = new_values.untyped_data();
+    if (joined) {
+      const auto* first = static_cast<const uint8_t*>(q.untyped_data());
+      const int64_t item = *type == 0 ? 4 : 2, of_queries = joined * qd[1] * qd[2] * item;
+      a.new_keys = first + of_queries, a.new_values = first + of_queries + joined * qd[2] * item;
+    }
     for (size_t i = 0; i < 4; ++i) {
       auto again = written.get<ffi::AnyBuffer>(i);
       if (written.size() != 4 || !again.has_value() || (*again)->untyped_data() != cache[i].untyped_data())
         return invalid("rows are written in place, and a result is not its operand.");
     }
+  }
+  if (joined && written.size() == 0) return invalid("all of a token's rows were given, and none is written.");
+  a.row = rows_of_text, a.heads_of_row = static_cast<int>(joined);
+  if (turns.element_count() != 0) {
+    if (k.padded != qd[2]) return invalid("heads that are padded are not turned.");
+    a.cosines = turns.typed_data(), a.sines = a.cosines + qd[2] / 2, a.halves = static_cast<int>(halves);
   }
   const auto bytes = [&](int i) { return static_cast<uint8_t*>(cache[i].untyped_data()); };
   a.keys = bytes(0), a.values = bytes(1), a.key_scale = bytes(2), a.value_scale = bytes(3);
@@ -422,11 +439,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaAttention, attention,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .RemainingRets()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("factor")
-                                  .Attr<float>("cap"),
+                                  .Attr<float>("cap")
+                                  .Attr<int64_t>("joined")
+                                  .Attr<int64_t>("halves"),
                               {ffi::Traits::kCmdBufferCompatible});
 extern "C" int64_t eformer_cuda_abi() { return abi_version; }
 #pragma GCC visibility pop

@@ -101,10 +101,15 @@ cudaError_t multiply_tiles(cudaStream_t stream, const BytesProduct& p);
 // One token over a cache whose rows are codes of 8 bits with a float32 scale each, or of 4 bits with a bfloat16 scale for
 // every 64. The stack is one of heads: `stack.count` of them for every entry.
 struct CacheAttention {
-  const void* q;  // (heads, group, size)
+  const void* q;  // (heads, group, size), or at the beginning of a row of all that the token has: see `row`
   void* y;
   int dtype;
   const void *new_keys, *new_values;  // (heads, size): the token's own rows, which are written at its place; or null
+  // Where q, new_keys and new_values are parts of one array: how many values a text has in it, and heads of it; else 0.
+  int64_t row;
+  int heads_of_row;
+  const float *cosines, *sines;  // (size / 2): q and new_keys are turned by these angles first; or null
+  int halves;                    // a pair is (i, i + size / 2), not (2i, 2i + 1)
   uint8_t *keys, *values, *key_scale, *value_scale;
   int key_bits, value_bits;
   const int32_t* place;  // the token's own, the last one that is seen

@@ -16,6 +16,14 @@ template <class E>
 cudaError_t choose_skinny(cudaStream_t stream, const Product& p, const Device& device) {
   if (p.m > 16) return cudaErrorNotSupported;
   const bool fine = p.d.block % 64 != 0;
+  if (device.major == 9 && p.m > 2 && in_nibbles(p.d.fmt) && !fine && !p.d.offset && !p.groups) {
+    if constexpr (kIsBf16<E>) {
+      const cudaError_t error = p.d.fmt != 0          ? multiply_split<kCode4, E>(stream, p, device)
+                                : p.y_dtype == kBf16 ? multiply_split<kNf4, E>(stream, p, device)
+                                                     : cudaErrorNotSupported;
+      if (error != cudaErrorNotSupported) return error;
+    }
+  }
   if (p.d.offset) {
     if (p.d.fmt == 7) return multiply_skinny<kShift8, E, 1>(stream, p, device);
     if (p.d.fmt != 4) return cudaErrorNotSupported;

@@ -23,6 +23,7 @@ function(eformer_part name header instances)
 
 namespace eformer {
 #define S(FMT, TERMS) template cudaError_t multiply_skinny<FMT, @type@, TERMS>(cudaStream_t, const Product&, const Device&);
+#define P(FMT) template cudaError_t multiply_split<FMT, @type@>(cudaStream_t, const Product&, const Device&);
 #define D(FMT) template cudaError_t multiply_dot<FMT, @type@>(cudaStream_t, const Product&, const Device&);
 #define B(KIND) template cudaError_t multiply_bytes<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define T(KIND) template cudaError_t multiply_tiles<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
@@ -58,6 +59,7 @@ set(type ${type_bf16})
 foreach(columns 1 2 4 8)
   eformer_part(axpy_${columns} axpy_launch.cuh "A(${columns})")
 endforeach()
+eformer_part(split split_launch.cuh "P(kNf4) P(kCode4)")
 foreach(form kDot kAxpy)
   eformer_part(wide_bf16_${form}_sums wide_launch.cuh "W(kNf4, 2)")
   eformer_part(wide_bf16_${form}_shift_sums wide_launch.cuh "W(kBias4, 2)")

@@ -12,6 +12,8 @@ enum Form : int { kDot = 0, kAxpy = 1 };
 template <int FMT, class E, int TERMS>
 cudaError_t multiply_skinny(cudaStream_t stream, const Product& p, const Device& device);
 template <int FMT, class E>
+cudaError_t multiply_split(cudaStream_t stream, const Product& p, const Device& device);
+template <int FMT, class E>
 cudaError_t multiply_dot(cudaStream_t stream, const Product& p, const Device& device);
 template <int FMT, class E, int FORM, int TERMS>
 cudaError_t multiply_wide(cudaStream_t stream, const WideProduct& w);

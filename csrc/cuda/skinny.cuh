@@ -194,31 +194,12 @@ struct SkinnyWarp {
     for (int r = lane / kLines; r < NT * 8; r += 32 / kLines)
       if (r < a.m) prefetch(at + static_cast<int64_t>(r) * a.cols * 2);
   }
-  // From bf16 to f16, every row of the chunk times a power of two that brings its largest value to 2^14.
-  __device__ __forceinline__ void to_half() {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      uint32_t most = 0;
-#pragma unroll
-      for (int i = 0; i < S::kX; ++i) most = larger_bf16(most, b[n][i]);
-      most = max(most & 0x7FFFu, most >> 16 & 0x7FFFu);
-#pragma unroll
-      for (int d = 1; d < 4; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
-      const int power = min(141 - static_cast<int>(most >> 7), 126);
-      const uint32_t factor = (127 + power) * 0x00800080u;  // in bf16, twice
-      const float inverse = __int_as_float((127 - power) << 23);
-#pragma unroll
-      for (int i = 0; i < S::kX; ++i) {
-        const uint32_t v = Pair<__nv_bfloat16>::mul(b[n][i], factor);
-        b[n][i] = Pair<__half>::pack(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
-      }
-#pragma unroll
-      for (int e = 0; e < 2; ++e) back[n][e] = __shfl_sync(~0u, inverse, (2 * t + e) * 4);
-    }
-  }
   // Puts x into the order of the decoded pairs: fields are decoded where they stand, partners are half a word apart.
   __device__ __forceinline__ void take_x() {
-    if constexpr (kConverted) to_half();
+    if constexpr (kConverted) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) to_half(b[n], t, back[n]);
+    }
     if constexpr (kShifted<FMT>) {
       constexpr int kPer = S::kCells / S::kGroups * S::kSteps;
       constexpr uint32_t kOnes = Pair<Operand>::kOne * 0x00010001u;

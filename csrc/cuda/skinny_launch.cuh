@@ -24,10 +24,6 @@ int skinny_tiles(const Product& p, int cells, int pitch, const Device& device) {
   return best;
 }
 
-inline uint32_t magic_of(int64_t divisor) {
-  return static_cast<uint32_t>(((int64_t{1} << 31) + divisor - 1) / divisor);
-}
-
 template <int FMT, class E, int NT, int KC, int RING, int WARPS = 16, int TERMS = 1>
 cudaError_t launch_skinny(cudaStream_t stream, const Product& p, const Device& device) {
   using S = SkinnyShape<FMT, NT, KC, RING, WARPS, TERMS>;

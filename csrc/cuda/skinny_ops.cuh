@@ -1,7 +1,7 @@
 // Instructions that skinny.cuh needs by name.
 #pragma once
 
-#include "common.cuh"
+#include "decode.cuh"
 
 namespace eformer {
 
@@ -15,7 +15,6 @@ __device__ __forceinline__ void load_x16(uint32_t* r, const uint8_t* p) {
 __device__ __forceinline__ void load_x8(uint32_t* r, const uint8_t* p) {
   asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p) : "memory");
 }
-__device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void load_matrix_pair(uint32_t (&r)[2], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
@@ -43,6 +42,28 @@ __device__ __forceinline__ uint32_t larger_bf16(uint32_t a, uint32_t b) {
 template <int COUNT>
 __device__ __forceinline__ void some_sync(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
+
+// A row of a chunk of x, of which four lanes have a part each, from bf16 to f16: times a power of two that brings its largest
+// value to 2^14. `back` undoes that for columns 2t and 2t + 1 of sums, lane t being one of the four.
+template <int COUNT>
+__device__ __forceinline__ void to_half(uint32_t (&x)[COUNT], int t, float (&back)[2]) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) most = larger_bf16(most, x[i]);
+  most = max(most & 0x7FFFu, most >> 16 & 0x7FFFu);
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
+  const int power = min(141 - static_cast<int>(most >> 7), 126);
+  const uint32_t factor = (127 + power) * 0x00800080u;  // in bf16, twice
+  const float inverse = __int_as_float((127 - power) << 23);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const uint32_t v = Pair<__nv_bfloat16>::mul(x[i], factor);
+    x[i] = Pair<__half>::pack(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) back[e] = __shfl_sync(~0u, inverse, (2 * t + e) * 4);
 }
 
 // Copies started since the last call are complete, one after the other, before those started later.

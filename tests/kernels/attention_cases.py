@@ -10,7 +10,7 @@ import numpy as np
 from formats import references
 
 import eformer as ef
-from eformer._kernels.attention import attend
+from eformer._kernels.attention import attend, attend_joined
 
 CACHES = (("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 
@@ -131,3 +131,61 @@ def check_written(
     seen = attended(q, *filled, place, *index, factor=0.125)
     largest = float(jnp.abs(seen).max())
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(seen, np.float32), atol=tolerance * largest)
+
+
+@ef.implicit
+def attended_joined(rows: Any, keys: Any, values: Any, place: Any, index: Any, **how: Any) -> Any:
+    return attend_joined(rows, keys, values, place, index, **how)
+
+
+def turned(x: Any, angles: np.ndarray, halves: bool) -> np.ndarray:
+    """Pairs of the last axis as complex numbers, in float64."""
+    x = np.asarray(x, np.float64)
+    a, b = np.split(x, 2, axis=-1) if halves else (x[..., ::2], x[..., 1::2])
+    z = (a + 1j * b) * np.exp(1j * angles)
+    return np.concatenate((z.real, z.imag), -1) if halves else np.stack((z.real, z.imag), -1).reshape(x.shape)
+
+
+def check_joined(
+    key: jax.Array,
+    kinds: tuple[str, str] | None,
+    layers: int | None,
+    place: int,
+    *,
+    size: int = 64,
+    group: int = 4,
+    heads: int = 3,
+    positions: int = 50,
+    halves: bool | None = None,
+    dtype: Any = jnp.float32,
+    tolerance: float = 1e-5,
+    kernel: str = "",
+) -> None:
+    """All that a token has in one array is what it is apart, turned before; `halves` None turns nothing."""
+    lead, index = ((), None) if layers is None else ((layers,), jnp.asarray(layers - 1))
+    shape = (*lead, 2, heads, positions, size)
+    dense = [jax.random.normal(k, shape, dtype) for k in jax.random.split(key)]
+    both = dense if kinds is None else caches(key, kinds, shape)
+    rows = jax.random.normal(key, (2, heads * (group + 2) * size)).astype(dtype)
+    angles = np.asarray(jax.random.uniform(key, (size // 2,), maxval=6.0))
+    turns = None if halves is None else jnp.stack((jnp.cos(angles), jnp.sin(angles)))
+    how = {"factor": 0.125, "cap": None, "window": None}
+    run = jax.jit(lambda *given: attended_joined(*given, size=size, turns=turns, halves=bool(halves), **how))
+    if kinds is not None:
+        assert f"cache_attention: {kernel}" in str(ef.explain(run)(rows, *both, jnp.asarray(place), index))
+    found, *filled = run(rows, *both, jnp.asarray(place), index)
+    parts = np.split(np.asarray(rows, np.float64), [heads * group * size, heads * (group + 1) * size], axis=-1)
+    q, new_keys, new_values = (part.reshape(2, heads, -1, size) for part in parts)
+    if halves is not None:
+        q, new_keys = (turned(part, angles, halves) for part in (q, new_keys))
+    q, *new = (jnp.asarray(part).astype(dtype) for part in (q, new_keys, new_values))
+    want, *wanted = attended(q, *both, place, index, new=[row[:, :, 0] for row in new], factor=0.125)
+    assert found.shape == want.shape
+    largest = float(jnp.abs(want).max())
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(want, np.float64), atol=tolerance * largest)
+    for part, other in zip(filled, wanted, strict=True):
+        # A value at the edge of two codes may be either.
+        step = 0.0 if kinds is None else 1.01 * float(jnp.abs(other.scale.astype(jnp.float32)).max())
+        made, there = (np.asarray(ef.materialize(a), np.float64) for a in (part, other))
+        np.testing.assert_allclose(made, there, atol=step + tolerance * np.abs(there).max())
+        assert (np.abs(made - there) > tolerance * np.abs(there).max()).mean() < 1e-3

@@ -17,7 +17,7 @@ from eformer._kernels.cuda import _attention as cuda_attention
 from eformer._kernels.cuda import tuning
 from eformer.errors import QuantizedGradientError
 
-from .attention_cases import CACHES, attended, caches, check_written, error, exact
+from .attention_cases import CACHES, attended, caches, check_joined, check_written, error, exact
 
 HOW = {"factor": 0.125}
 # Values next to keys of int8.
@@ -32,6 +32,12 @@ FOUR_BITS = {"values": "int4", "values_block": 64, "values_scale_dtype": np.dtyp
 )
 def test_it_is_as_exact_as_the_codes(key, kinds: tuple[str, str], options: dict[str, Any]) -> None:
     assert error(key, kinds, **options) < 1e-5
+
+
+@pytest.mark.parametrize("kinds", [None, *CACHES], ids=str)
+@pytest.mark.parametrize(("layers", "halves", "size"), [(None, True, 64), (3, False, 80), (2, None, 64)])
+def test_all_that_a_token_has_may_be_one_array(key, kinds: Any, layers: int | None, halves: Any, size: int) -> None:
+    check_joined(key, kinds, layers, 31, halves=halves, size=size)
 
 
 def test_dense_caches_too(key) -> None:

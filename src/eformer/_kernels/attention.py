@@ -5,6 +5,7 @@
     y      = softmax(scores) @ values    over the positions up to `place`, within the window
 
 q is (batch, heads, group, size), keys and values are (batch, heads, positions, size), or stacks of such with an index.
+All that the token has may come as one array, as a product makes it; rotary positions may be part of it.
 An operation of its own, since one kernel can do all of it, and read and write an entry of a stack where it lies.
 """
 
@@ -46,18 +47,30 @@ class Attention(Problem):
     window: int | None = None
     stacked: bool = False
     written: bool = False
+    joined: bool = False  # q is (batch, values): queries of all heads, then the rows of keys, then those of values
+    turned: bool = False  # by cosines and sines
+    halves: bool = False  # a pair that is turned is (i, i + size / 2), not (2i, 2i + 1)
     encode: tuple[Callable[[Any], Any], ...] = ()  # rows of keys, and of values, as codes and scales
 
     def __str__(self) -> str:
         heads, kinds = " × ".join(map(str, self.batch)), dict.fromkeys((self.fmt, self.values))
         return f"{heads} × {self.m} queries of {self.x_dtype}, {' and '.join(kinds)} cache of {self.rows} × {self.cols}"
 
-    def parts(self, operands: tuple[Any, ...]) -> tuple[Any, Any, Any, Any, Any]:
-        """q, rows to write or (), place, index or None; then keys, values and, unless they are dense, their scales."""
+    def parts(self, operands: tuple[Any, ...]) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """q, rows to write or (), place, index or None, cosines and sines or None; then keys, values and, unless they
+        are dense, their scales."""
         q, keys, values, place, *rest = operands
         index = rest.pop(0) if self.stacked else None
-        new = (rest.pop(0), rest.pop(0)) if self.written else ()
-        return q, new, place, index, [keys, values, *rest]
+        turns = rest.pop(0) if self.turned else None
+        new = (rest.pop(0), rest.pop(0)) if self.written and not self.joined else ()
+        return q, new, place, index, turns, [keys, values, *rest]
+
+    def queries(self, q: Any, keys: Any) -> tuple[int, int, int, int]:
+        """The shape of the queries alone, which is that of the result."""
+        if not self.joined:
+            return q.shape
+        batch, heads = keys.shape[self.stacked : self.stacked + 2]
+        return batch, heads, q.shape[-1] // (heads * self.cols) - 2, self.cols
 
 
 def attend(
@@ -87,10 +100,38 @@ def attend(
     how["written"] = new is not None
     parameters = Attention(DENSE, "attention", q.shape[-1], None, np.dtype(q.dtype), **how)
     operands = (q, keys, values, place, *number, *(row.astype(q.dtype) for row in new or ()))
+    found = _bound(parameters, *operands)
+    return found[0] if new is None else tuple(found)
+
+
+def attend_joined(
+    rows: Any,
+    keys: Any,
+    values: Any,
+    place: Any,
+    index: Any = None,
+    *,
+    size: int,
+    turns: Any,
+    halves: bool,
+    **how: Any,
+) -> tuple[Any, Any, Any]:
+    """As `attend`, with rows to write, of all that a token has in one array.
+
+    For every text `rows` are queries of all heads, (heads, group, size), then keys and values, (heads, size) each.
+    `turns`, cosines and sines of (2, size / 2), or None, turn pairs of queries and keys first.
+    """
+    place, number = jnp.asarray(place, jnp.int32), [] if index is None else [jnp.asarray(index, jnp.int32)]
+    given = {"factor": float(how["factor"]), "cap": how["cap"], "window": how["window"], "stacked": index is not None}
+    given |= {"written": True, "joined": True, "turned": turns is not None, "halves": halves}
+    parameters = Attention(DENSE, "attention", size, None, np.dtype(rows.dtype), **given)
+    return tuple(_bound(parameters, rows, keys, values, place, *number, *([] if turns is None else [turns])))
+
+
+def _bound(parameters: Attention, q: Any, *operands: Any) -> list[Any]:
     # On a mesh of explicit axes every result would need a sharding of its own: there it is what it stands for.
     typed = avals.typed_by_a_mesh(q)
-    found = in_products(parameters, *operands) if typed else ATTENTION.bind(parameters, *operands, announced=True)
-    return found[0] if new is None else tuple(found)
+    return in_products(parameters, q, *operands) if typed else ATTENTION.bind(parameters, q, *operands, announced=True)
 
 
 def attend_quantized(
@@ -108,19 +149,20 @@ def attend_quantized(
 
 
 def _results(parameters: Attention, *operands: Any) -> list[tuple[Any, Any]]:
-    q, _, _, _, cache = parameters.parts(operands)
-    cache = cache if parameters.written else []
-    return [(q.shape, parameters.out_dtype), *((part.shape, part.dtype) for part in cache)]
+    q, *_, cache = parameters.parts(operands)
+    shape, cache = parameters.queries(q, cache[0]), cache if parameters.written else []
+    return [(shape, parameters.out_dtype), *((part.shape, part.dtype) for part in cache)]
 
 
 def _problem(parameters: Attention, platform: str, *operands: Any) -> Attention:
-    q, _, _, _, (keys, _, *scales) = parameters.parts(operands)
+    q, *_, (keys, _, *scales) = parameters.parts(operands)
+    batch, heads, group, _ = parameters.queries(q, keys)
     dtypes = [np.dtype(scale.dtype) for scale in scales] or [None, None]
     return dataclasses.replace(
         parameters,
         platform=platform,
-        batch=tuple(q.shape[:2]),
-        m=q.shape[2],
+        batch=(batch, heads),
+        m=group,
         rows=keys.shape[2 + parameters.stacked],
         x_dtype=np.dtype(q.dtype),
         scale_dtype=dtypes[0],
@@ -128,10 +170,22 @@ def _problem(parameters: Attention, platform: str, *operands: Any) -> Attention:
     )
 
 
+def _in_one_kernel(problem: Attention, *operands: Any) -> list[Any]:
+    """The CUDA kernel, which turns rows unless they are padded."""
+    if not problem.turned or not cuda.pads_heads(problem):
+        return cuda.attention(problem, *operands)
+    q, _, place, index, turns, (keys, values, *scales) = problem.parts(operands)
+    q, *new = _apart(problem, q, turns, keys)
+    problem = dataclasses.replace(problem, joined=False, turned=False)
+    return cuda.attention(problem, q, keys, values, place, *([] if index is None else [index]), *new, *scales)
+
+
 def in_products(problem: Attention, *operands: Any) -> list[Any]:
     """The readable twin: rows are put in their place, then two products and a softmax between them."""
-    q, new, place, index, cache = problem.parts(operands)
+    q, new, place, index, turns, cache = problem.parts(operands)
     number = [] if index is None else [index]
+    if problem.joined:
+        q, *new = _apart(problem, q, turns, cache[0])
     if new:
         rows = [row[..., None, :] for row in new]
         if problem.encode:  # codes of both, then scales of both, as in the cache
@@ -151,6 +205,24 @@ def in_products(problem: Attention, *operands: Any) -> list[Any]:
     odds = jax.nn.softmax(scores).astype(q.dtype)
     y = _multiply(problem.values, problem.values_block, "axpy", odds, values, value_scale, index, problem.cols)
     return [y, *(cache if new else [])]
+
+
+def _apart(problem: Attention, rows: Any, turns: Any, keys: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and values of a token, the first two turned."""
+    batch, heads, group, size = problem.queries(rows, keys)
+    q, key, value = jnp.split(rows, [heads * group * size, heads * (group + 1) * size], axis=-1)
+    if turns is not None:
+        q, key = (turn(part.reshape(batch, -1, size), turns, problem.halves) for part in (q, key))
+    return q.reshape(batch, heads, group, size), key.reshape(batch, heads, size), value.reshape(batch, heads, size)
+
+
+def turn(x: jax.Array, turns: Any, halves: bool) -> jax.Array:
+    """Pairs along the last axis of x, turned by angles whose cosines and sines are the two entries of `turns`."""
+    cos, sin = turns
+    pairs = x.reshape(*x.shape[:-1], 2, -1) if halves else jnp.moveaxis(x.reshape(*x.shape[:-1], -1, 2), -1, -2)
+    a, b = pairs[..., 0, :].astype(jnp.float32), pairs[..., 1, :].astype(jnp.float32)
+    turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-2 if halves else -1)
+    return turned.reshape(x.shape).astype(x.dtype)
 
 
 def _put(old: Any, row: Any, place: Any, number: list[Any]) -> Any:
@@ -176,8 +248,9 @@ def _multiply(
 
 def _jvp(primals: Any, tangents: Any, *, parameters: Attention) -> tuple[Any, Any]:
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, primitives.ad.Zero)]
-    _, new, *_ = parameters.parts(tangents)
-    if parameters.encode and not all(isinstance(tangent, primitives.ad.Zero) for tangent in new):
+    q, new, *_ = parameters.parts(tangents)
+    written = [q] if parameters.joined else new
+    if parameters.encode and not all(isinstance(tangent, primitives.ad.Zero) for tangent in written):
         raise QuantizedGradientError(NO_GRADIENT.format(what="rows", fmt=parameters.fmt))
     return jax.jvp(_along(parameters, primals, moving), [primals[i] for i in moving], [tangents[i] for i in moving])
 
@@ -208,7 +281,7 @@ ATTENTION = Operation(
     result=_results,
     problem=_problem,
     candidates=(
-        Candidate("native_cuda", "native", cuda.refuses_attention, cuda.attention),
+        Candidate("native_cuda", "native", cuda.refuses_attention, _in_one_kernel),
         Candidate("products", "xla", anything, in_products, why="two products and a softmax"),
     ),
     batch=_batch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 
 from eformer._core import implicit, materialize
 from eformer._formats.cache.array import QuantizedCache
-from eformer._kernels.attention import attend
+from eformer._kernels.attention import attend, attend_joined, turn
 
 Params = dict[str, Any]
 # Keys and values, (layers, batch, heads, context, size) each; or a list of such pairs, one for every layer.
@@ -117,6 +117,23 @@ class Config:
         return self.windows[layer] if self.windows else None
 
 
+class Places(NamedTuple):
+    """The positions of tokens, and for every kind of rotary positions cosines and sines of (2, time, 1, size / 2)."""
+
+    numbers: jax.Array
+    turns: dict[Rope, jax.Array]
+
+    @classmethod
+    def of(cls, config: Config, numbers: jax.Array) -> Places:
+        def turned(rope: Rope) -> jax.Array:
+            frequencies, factor = rope.frequencies(config.head_size)
+            angle = numbers[:, None, None] * jnp.asarray(frequencies, jnp.float32)
+            return jnp.stack((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
+
+        ropes = {config.rope(layer) for layer in range(config.layers)}
+        return cls(numbers, {rope: turned(rope) for rope in ropes if rope is not None})
+
+
 def init(config: Config, key: jax.Array) -> Params:
     """Random weights, (in, out) each, with the layers stacked."""
     inner, kv = config.heads * config.head_size, config.kv_heads * config.head_size
@@ -185,7 +202,7 @@ def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | Non
     `params["layers"]` is a list of layers, or one dict of stacked ones, which are scanned: quick to compile.
     Native kernels read packed layers where they lie in the stack; dense ones are copied out of it first.
     """
-    places = start + jnp.arange(tokens.shape[1])
+    places = Places.of(config, start + jnp.arange(tokens.shape[1]))
     # Explicit on purpose: only the rows that were looked up are decoded, not the table.
     x = materialize(params["embedding"][tokens])
     if config.embedding_scale != 1.0:
@@ -224,7 +241,7 @@ def logits_of(config: Config, params: Params, x: jax.Array) -> jax.Array:
 
 
 def _layer(
-    config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: jax.Array
+    config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: Places
 ) -> tuple[jax.Array, Any]:
     """One layer: number `number` of the layers in the cache (None: it is this layer's own), `kind` of `config`."""
     h, cache = _attention(config, w, _norm(config, x, w["norm_attention"]), cache, number, kind, places)
@@ -252,28 +269,37 @@ def _several(w: Params, joined: str, sizes: Mapping[str, int], x: jax.Array) -> 
 
 
 def _attention(
-    config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: jax.Array
+    config: Config, w: Params, x: jax.Array, cache: Any, number: Any, kind: int, places: Places
 ) -> tuple[jax.Array, Any]:
     def heads(name: str, y: jax.Array) -> jax.Array:
         y = y.reshape(*x.shape[:-1], -1, config.head_size)
         return _norm(config, y, w[f"norm_{name}"]) if f"norm_{name}" in w else y
 
+    rope, window = config.rope(kind), config.window(kind)
+    scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+    how = {"factor": scale, "cap": config.attention_cap, "window": window}
+    one = cache is not None and x.shape[1] == 1
     kv = config.kv_heads * config.head_size
     sizes = {"q": config.heads * config.head_size, "k": kv, "v": kv}
+    if one and "qkv" in w and not {"norm_q", "norm_k"} & set(w):
+        how |= {"size": config.head_size, "turns": None if rope is None else places.turns[rope][:, 0, 0]}
+        joined = _linear(w, "qkv", x)[:, 0]
+        mixed, *cache = attend_joined(
+            joined, cache[0], cache[1], places.numbers[0], number, halves=config.rope_halves, **how
+        )
+        return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), tuple(cache)
     q, keys, values = (heads(*pair) for pair in zip(sizes, _several(w, "qkv", sizes, x), strict=True))
-    rope, window = config.rope(kind), config.window(kind)
     if rope is not None:
-        q, keys = (_rotate(part, places, rope, config.rope_halves) for part in (q, keys))
-    there, scale = places, config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+        q, keys = (turn(part, places.turns[rope], config.rope_halves) for part in (q, keys))
+    numbers = there = places.numbers
     keys, values = (jnp.swapaxes(part, 1, 2) for part in (keys, values))  # (batch, heads, time, size)
-    if cache is not None and x.shape[1] == 1:
+    if one:
         q = q.reshape(x.shape[0], config.kv_heads, -1, config.head_size)
-        how = {"factor": scale, "cap": config.attention_cap, "window": window}
         new = (keys[:, :, 0], values[:, :, 0])
-        mixed, *cache = attend(q, cache[0], cache[1], places[0], number, new=new, **how)
+        mixed, *cache = attend(q, cache[0], cache[1], numbers[0], number, new=new, **how)
         return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), tuple(cache)
     if cache is not None:
-        begin = (0, 0, places[0], 0)
+        begin = (0, 0, numbers[0], 0)
         if number is None:
             cache = tuple(_put(old, new, begin) for old, new in zip(cache, (keys, values), strict=True))
         else:
@@ -284,9 +310,9 @@ def _attention(
         keys, values, there = keys.astype(x.dtype), values.astype(x.dtype), jnp.arange(keys.shape[2])
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups
     scores = _capped(jnp.einsum("btkgd,bksd->bkgts", q, keys) * scale, config.attention_cap)
-    seen = there <= places[:, None]
+    seen = there <= numbers[:, None]
     if window is not None:
-        seen &= there > places[:, None] - window
+        seen &= there > numbers[:, None] - window
     scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
     mixed = jnp.einsum("bkgts,bksd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
     return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), cache
@@ -319,14 +345,3 @@ def _norm(config: Config, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _capped(x: jax.Array, limit: float | None) -> jax.Array:
     return x if limit is None else jnp.tanh(x / limit) * limit
-
-
-def _rotate(x: jax.Array, places: jax.Array, rope: Rope, halves: bool) -> jax.Array:
-    """Turn pairs of (batch, time, heads, size) by angles that grow with the position."""
-    frequencies, factor = rope.frequencies(x.shape[-1])
-    angle = places[:, None, None] * jnp.asarray(frequencies, jnp.float32)
-    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
-    pairs = x.reshape(*x.shape[:-1], 2, -1) if halves else jnp.moveaxis(x.reshape(*x.shape[:-1], -1, 2), -1, -2)
-    a, b = pairs[..., 0, :].astype(jnp.float32), pairs[..., 1, :].astype(jnp.float32)
-    turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-2 if halves else -1)
-    return turned.reshape(x.shape).astype(x.dtype)

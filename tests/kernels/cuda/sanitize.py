@@ -12,7 +12,7 @@ import numpy as np
 
 import eformer as ef
 from eformer._kernels import cuda, qgather, qmatmul, qragged_dot
-from eformer._kernels.attention import attend
+from eformer._kernels.attention import attend, attend_joined
 from eformer._kernels.cuda import _attention, _tiles, _wide
 from eformer._kernels.formats import FORMATS
 from eformer._kernels.matmul import IN_STACK
@@ -144,7 +144,13 @@ def check_attention(rng: np.random.Generator) -> None:
             assert "native_cuda" in str(ef.explain(run)(*given))
             found = jax.tree.leaves(run(*given))
             assert all(bool(jnp.isfinite(part.astype(jnp.float32)).all()) for part in found)
-    print(f"{len(ATTENDED)} times attention over a cache, with and without rows to write: finite")
+        row = jnp.asarray(rng.standard_normal((2, 3 * (group + 2) * size)), jnp.bfloat16)
+        for halves in (False, True):
+            joined = {"size": size, "turns": jnp.ones((2, size // 2)), "halves": halves, "cap": None, **how}
+            run = jax.jit(ef.implicit(lambda *given, how=joined, index=index: attend_joined(*given, index, **how)))
+            found = jax.tree.leaves(run(row, *given[1:]))
+            assert all(bool(jnp.isfinite(part.astype(jnp.float32)).all()) for part in found)
+    print(f"{len(ATTENDED)} times attention over a cache, with and without rows to write, and of one array: finite")
 
 
 if __name__ == "__main__":

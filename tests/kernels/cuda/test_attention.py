@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eformer as ef
+from eformer import models
 
-from ..attention_cases import CACHES, attended, caches, check_written, error
+from ..attention_cases import CACHES, attended, caches, check_joined, check_written, error
 
 pytestmark = pytest.mark.gpu
 # Relative to the largest value: weights are sums of two bfloat16, or one.
@@ -52,6 +54,51 @@ def test_rows_are_written_in_place(key, kinds: tuple[str, str], size: int, group
     }
     for layers, positions, place in ((None, 50, 31), (3, 300, 299), (2, 1000, 2000), (None, 700, 0)):
         check_written(key, kinds, layers, place, positions=positions, tolerance=LIMITS[dtype], **how)
+
+
+JOINED = [(64, 3, 2), (128, 4, 8), (128, 1, 5), (256, 2, 3), (80, 4, 2)]
+
+
+@pytest.mark.parametrize("halves", [None, False, True])
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("kinds", CACHES, ids=str)
+@pytest.mark.parametrize(("size", "group", "heads"), JOINED)
+def test_all_that_a_token_has_may_be_one_array(
+    key, kinds: Any, size: int, group: int, heads: int, dtype: str, halves: bool | None
+) -> None:
+    how: dict[str, Any] = {"size": size, "group": group, "heads": heads, "halves": halves, "dtype": jnp.dtype(dtype)}
+    kernel = "products" if kinds == MIXED and size == 80 else "native_cuda"
+    for layers, positions, place in ((None, 50, 31), (3, 300, 299)):
+        limit = max(LIMITS[dtype], 1e-3 if kernel == "products" else 0)  # XLA's float32 is TF32
+        check_joined(key, kinds, layers, place, positions=positions, tolerance=limit, kernel=kernel, **how)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("cache", ["int8", "int4", "int8+int4"])
+def test_joined_weights_decode_as_those_of_their_own(key, cache: str, stacked: bool, halves: bool) -> None:
+    """The first have attention that turns and takes apart what a token has, the others do so before it."""
+    config = models.Config(
+        vocabulary=64, width=512, layers=3, heads=8, kv_heads=2, hidden=1024, head_size=64, rope_halves=halves
+    )
+    dense = jax.tree.map(lambda w: w.astype(jnp.bfloat16), models.init(config, key))
+    layers = [jax.tree.map(lambda w, i=i: w[i], dense["layers"]) for i in range(3)]
+    packed = [{n: ef.quantize(w, dtype="nf4") if w.ndim == 2 else w for n, w in layer.items()} for layer in layers]
+    tokens = jax.random.randint(key, (5, 9), 0, 64)
+
+    def decoded(params: Any) -> np.ndarray:
+        if stacked:
+            params = {**params, "layers": jax.tree.map(lambda *parts: jnp.stack(parts), *params["layers"])}
+        held = models.make_cache(config, 5, 32, jnp.bfloat16, format=cache, listed=not stacked)
+        step, made = jax.jit(lambda *given: models.decode(config, *given)), []
+        for place in range(9):
+            logits, held = step(params, tokens[:, place : place + 1], held, jnp.asarray(place))
+            made.append(np.asarray(logits, np.float64))
+        return np.stack(made)
+
+    params = {**dense, "layers": packed}
+    own, joined = decoded(params), decoded(models.fuse(params))
+    assert np.linalg.norm(joined - own) < 2e-2 * np.linalg.norm(own)
 
 
 @pytest.mark.parametrize(("kinds", "size"), [(MIXED, 80)], ids=str)

@@ -37,7 +37,7 @@ LIBRARY = library_of(
     "cuda",
     compiler="CUDA compiler",
     package=__name__,
-    abi=8,
+    abi=9,
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
@@ -333,14 +333,20 @@ def qgather(
     return rows
 
 
+def pads_heads(problem: Any) -> bool:
+    return _attention.padded_size(problem) != problem.cols
+
+
 def attention(problem: Any, *operands: jax.Array) -> list[jax.Array]:
     """One token over a quantized cache, into which its own rows are written; with an index, that entry of stacks."""
-    q, new, place, index, cache = problem.parts(operands)
-    flat = q.reshape(math.prod(problem.batch), problem.m, problem.cols)
+    q, new, place, index, turns, cache = problem.parts(operands)
+    flat = (math.prod(problem.batch), problem.m, problem.cols)
     rows = new or (jnp.zeros((0,), q.dtype),) * 2
-    given = (flat, *rows, *cache, place.reshape(1), _number(index))
-    results = [(flat.shape, problem.out_dtype), *((part.shape, part.dtype) for part in cache if new)]
+    angles = jnp.zeros((0,), jnp.float32) if turns is None else turns.astype(jnp.float32)
+    given = (q if problem.joined else q.reshape(flat), *rows, *cache, place.reshape(1), _number(index), angles)
+    results = [(flat, problem.out_dtype), *((part.shape, part.dtype) for part in cache if problem.written)]
     how = {"window": problem.window or 0, "factor": problem.factor, "cap": problem.cap or 0.0}
-    in_place = {3 + i: 1 + i for i in range(len(cache))} if new else None
+    how |= {"joined": problem.batch[1] if problem.joined else 0, "halves": int(problem.halves)}
+    in_place = {3 + i: 1 + i for i in range(len(cache))} if problem.written else None
     y, *written = call(LIBRARY, "attention", results, given, in_place, **how)
-    return [y.reshape(q.shape), *written]
+    return [y.reshape(*problem.batch, *flat[1:]), *written]
