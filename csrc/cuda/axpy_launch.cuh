@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 
 #include "axpy.cuh"
@@ -12,15 +11,10 @@
 
 namespace eformer {
 
-struct AxpyPlan {
-  double cost;  // microseconds
-  int splits;   // blocks that share a strip
-};
-
-template <int NT, int OB, int SIDES, int TEAMS, int STEPS, int RING>
+template <int NT>
 struct AxpyLaunch {
-  using S = AxpyShape<NT, OB, SIDES, TEAMS, STEPS, RING>;
-  static constexpr auto* kKernel = &axpy_kernel<NT, OB, SIDES, TEAMS, STEPS, RING>;
+  using S = AxpyShape<NT>;
+  static constexpr auto* kKernel = &axpy_kernel<NT>;
 
   static cudaLaunchConfig_t config_of(cudaStream_t stream, const Product& p, int splits, cudaLaunchAttribute* cluster) {
     cudaLaunchConfig_t config{};
@@ -34,23 +28,23 @@ struct AxpyLaunch {
   static int64_t strips(const Product& p) { return ceil_div<int64_t>(p.d.cols, 64 * S::kBlocks); }
   static int stages(const Product& p) { return static_cast<int>(ceil_div<int64_t>(p.d.rows, S::kDeep)); }
 
-  // With the best number of blocks that share a strip. How many clusters run at once depends on how multiprocessors are
-  // grouped, and is asked once. A multiprocessor gets 32 bytes per nanosecond.
-  static cudaError_t plan(const Product& p, const Device& device, AxpyPlan* best) {
-    static std::atomic<uint64_t> allowed{0};
-    static std::array<std::atomic<int>, kAxpySplits + 1> at_once{};
-    if (cudaError_t e = allow_shared(kKernel, device, S::kShared, &allowed)) return e;
+  // The best number of blocks that share a strip. How many clusters run at once depends on how multiprocessors are
+  // grouped, and is asked once per device. A multiprocessor gets 32 bytes per nanosecond.
+  static cudaError_t plan(const Product& p, const Device& device, int* splits) {
+    static std::atomic<int> at_once[64][kAxpySplits + 1];
+    double least = 0;
     for (int s = 1; s <= kAxpySplits && s <= stages(p); ++s) {
-      int most = s == 1 ? device.multiprocessors : at_once[s].load();
+      std::atomic<int>& known = at_once[device.id % 64][s];
+      int most = s == 1 ? device.multiprocessors : known.load();
       if (most == 0) {
         cudaLaunchAttribute cluster[1];
         const cudaLaunchConfig_t config = config_of(nullptr, p, s, cluster);
         if (cudaError_t e = cudaOccupancyMaxActiveClusters(&most, kKernel, &config)) return e;
-        at_once[s].store(most = std::max(most, 1));
+        known.store(most = std::max(most, 1));
       }
       const auto waves = static_cast<double>(ceil_div<int64_t>(strips(p) * p.d.count, most));
-      const double cost = waves * (2.0 + (s > 1 ? 1.0 : 0.0) + ceil_div(stages(p), s) * (S::kDeep * S::kBlocks * 36 / 32e3));
-      if (s == 1 || cost < best->cost) *best = {cost, s};
+      const double cost = waves * ((s > 1 ? 3.0 : 2.0) + ceil_div(stages(p), s) * (S::kDeep * S::kBlocks * 36 / 32e3));
+      if (s == 1 || cost < least) least = cost, *splits = s;
     }
     return cudaSuccess;
   }
@@ -72,28 +66,19 @@ struct AxpyLaunch {
   }
 };
 
-// Strips of 256 outs, or of 128: what keeps more of the chip busy, unless the caller says.
-template <class WIDE, class NARROW>
-cudaError_t launch_axpy(cudaStream_t stream, const WideProduct& w, const Device& device) {
-  AxpyPlan wide{}, narrow{};
-  if (cudaError_t e = WIDE::plan(w.p, device, &wide)) return e;
-  if (cudaError_t e = NARROW::plan(w.p, device, &narrow)) return e;
-  const bool few = w.outs > 0 ? w.outs < 256 : narrow.cost < wide.cost;
-  const int splits = w.p.splits > 0 ? w.p.splits : few ? narrow.splits : wide.splits;
-  return few ? NARROW::launch(stream, w.p, splits) : WIDE::launch(stream, w.p, splits);
-}
-
 template <int NT>
-cudaError_t multiply_axpy(cudaStream_t stream, const WideProduct& w, const Device& device) {
-  const Product& p = w.p;
+cudaError_t multiply_axpy(cudaStream_t stream, const Product& p, const Device& device) {
   const uint64_t aligned = reinterpret_cast<uintptr_t>(p.d.codes) | p.d.row_bytes | reinterpret_cast<uintptr_t>(p.x) | p.d.rows * 2;
   constexpr int64_t kMost = int64_t{1} << 30;
   if (aligned % 16 || reinterpret_cast<uintptr_t>(p.y) % 8 || p.d.block % 64 || p.d.offset) return cudaErrorNotSupported;
   if (p.m > NT * 8 || p.d.rows >= kMost || p.d.cols >= kMost || p.d.count > 65535) return cudaErrorNotSupported;
-  if constexpr (NT == 1) return launch_axpy<AxpyLaunch<1, 2, 2, 8, 2, 3>, AxpyLaunch<1, 2, 1, 16, 2, 3>>(stream, w, device);
-  if constexpr (NT == 2) return launch_axpy<AxpyLaunch<2, 2, 2, 8, 2, 3>, AxpyLaunch<2, 2, 1, 16, 2, 2>>(stream, w, device);
-  if constexpr (NT == 4) return launch_axpy<AxpyLaunch<4, 1, 4, 4, 4, 3>, AxpyLaunch<4, 1, 2, 8, 2, 3>>(stream, w, device);
-  return launch_axpy<AxpyLaunch<8, 1, 4, 2, 4, 3>, AxpyLaunch<8, 1, 2, 4, 2, 3>>(stream, w, device);
+  static std::atomic<uint64_t> allowed{0};
+  if (cudaError_t e = allow_shared(AxpyLaunch<NT>::kKernel, device, AxpyShape<NT>::kShared, &allowed)) return e;
+  int splits = p.splits;
+  if (splits < 1) {  // as a rule; tests say how many
+    if (cudaError_t e = AxpyLaunch<NT>::plan(p, device, &splits)) return e;
+  }
+  return AxpyLaunch<NT>::launch(stream, p, splits);
 }
 
 }  // namespace eformer

@@ -116,9 +116,7 @@ cudaError_t choose_wide_nibbles(cudaStream_t stream, const WideProduct& w) {
 // Few rows of x in the axpy form: one kernel for all formats of 4 bits, by columns of eight rows.
 cudaError_t choose_axpy(cudaStream_t stream, const WideProduct& w, const Device& device) {
   if (!in_nibbles(w.p.d.fmt) || w.p.y_dtype != kBf16) return cudaErrorNotSupported;
-  if (w.p.m <= 8) return multiply_axpy<1>(stream, w, device);
-  if (w.p.m <= 16) return multiply_axpy<2>(stream, w, device);
-  return w.p.m <= 32 ? multiply_axpy<4>(stream, w, device) : multiply_axpy<8>(stream, w, device);
+  return w.p.m <= 8 ? multiply_axpy<1>(stream, w.p, device) : multiply_axpy<2>(stream, w.p, device);
 }
 
 template <class E, int FORM>

@@ -38,12 +38,6 @@ __device__ __forceinline__ uint32_t larger_bf16(uint32_t a, uint32_t b) {
   return d;
 }
 
-// For COUNT threads of a block, which know each other by a number from 1 to 15.
-template <int COUNT>
-__device__ __forceinline__ void some_sync(int number) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
-}
-
 // A row of a chunk of x, of which four lanes have a part each, from bf16 to f16: times a power of two that brings its largest
 // value to 2^14. `back` undoes that for columns 2t and 2t + 1 of sums, lane t being one of the four.
 template <int COUNT>

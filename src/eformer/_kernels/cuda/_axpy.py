@@ -11,7 +11,7 @@ from ..native import BF16
 from ..parameters import Problem
 from . import _wide
 
-MOST = 64  # rows of x
+MOST = 16  # rows of x
 CUT = _wide.Cut(0, 0, 0)
 
 
