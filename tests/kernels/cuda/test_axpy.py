@@ -122,13 +122,12 @@ def test_places(fmt: str) -> None:
     assert np.all(np.sign(table) == np.sign(values))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_a_warp_reads_from_all_banks(blocks: int) -> None:
+def test_a_warp_reads_from_all_banks() -> None:
     """Cells of 32 bytes of a stage: all are somewhere, and those that four lanes read together are in other banks."""
-    place = {(row, b): (row * blocks + b) ^ (row >> 2 & 3) for row in range(64) for b in range(blocks)}
-    assert sorted(place.values()) == list(range(64 * blocks))
-    for step, j, b in itertools.product(range(4), range(4), range(blocks)):
-        assert len({place[16 * step + 4 * t + j, b] % 4 for t in range(4)}) == 4
+    place = {(row, block): (row * 4 + block) ^ (row >> 2 & 3) for row in range(16) for block in range(4)}
+    assert sorted(place.values()) == list(range(64))
+    for j, block in itertools.product(range(4), range(4)):
+        assert len({place[4 * t + j, block] % 4 for t in range(4)}) == 4
 
 
 @pytest.mark.parametrize("deep", [4096, pytest.param(28672, marks=pytest.mark.thorough)])
@@ -174,8 +173,8 @@ def test_what_it_takes() -> None:
     rng = np.random.default_rng(2)
     for fmt in FMTS:
         case = make_case(rng, fmt, 512, 1024, block=128, scale_dtype=np.float16)
-        assert [cut_of(case, m) for m in (1, 64)] == [("0",)] * 2
-        assert cut_of(case, 65) == ("128",)
+        assert [cut_of(case, m) for m in (1, 16)] == [("0",)] * 2
+        assert cut_of(case, 17) == ("32",)
     case = make_case(rng, "nf4", 512, 1024)
     others = (cut_of(case, 4, jnp.float16), cut_of(case, 4, out_dtype=jnp.float32))
     short = cut_of(make_case(rng, "int4", 512, 1024, block=32), 4)
@@ -183,50 +182,61 @@ def test_what_it_takes() -> None:
     assert (*others, short, odd) == (("16",), ("16",), ("16",), ())
 
 
-def test_the_rule_and_the_table_prefer_it() -> None:
-    for fmt, (rows, cols), m in itertools.product(FMTS, ((4096, 14336), (512, 640)), (1, 17, 64)):
-        x = jax.ShapeDtypeStruct((m, rows), jnp.bfloat16)
-        codes = jax.ShapeDtypeStruct((rows, cols // 64, 32), np.uint8)
-        scale = jax.ShapeDtypeStruct((rows, cols // 64), np.float32)
-        problem = product_problem(x, codes, scale, "cuda", fmt=fmt, form="axpy", cols=cols)
-        assert ways.possible(problem)[0] == ways.chosen(problem) == "few"
+def test_the_rule_and_the_table() -> None:
+    """The rule prefers it; as measured, it is not quicker for 9 to 16 rows and many outs."""
+    expected = {(512, 640): ("few",) * 3, (4096, 14336): ("few", "few", "wide"), (4096, 4096): ("few",) * 3}
+    for fmt, (rows, cols) in itertools.product(FMTS, expected):
+        for m, way in zip((1, 8, 16), expected[rows, cols], strict=True):
+            x = jax.ShapeDtypeStruct((m, rows), jnp.bfloat16)
+            codes = jax.ShapeDtypeStruct((rows, cols // 64, 32), np.uint8)
+            scale = jax.ShapeDtypeStruct((rows, cols // 64), np.float32)
+            problem = product_problem(x, codes, scale, "cuda", fmt=fmt, form="axpy", cols=cols)
+            assert ways.possible(problem)[0] == "few"
+            assert ways.chosen(problem) == way
 
 
 # Depth, outs, M, block: whole strips and stages, and everything ragged.
 SIZES = (
     (4096, 768, 1, 64), (1000, 331, 3, 64), (520, 200, 8, 128), (2880, 2880, 5, 192), (72, 64, 2, 64), (8, 10, 1, 64),
-    (4104, 900, 9, 64), (2048, 4096, 16, 64), (1608, 130, 12, 64), (1048, 4032, 32, 64), (264, 192, 20, 64),
-    (4096, 4096, 40, 64), (8, 64, 33, 64), (1304, 260, 64, 256),
+    (1608, 130, 12, 64), (4104, 900, 9, 64), (2048, 4096, 16, 64), (28672, 512, 8, 64), (28672, 260, 16, 64),
+    (264, 192, 13, 64), (4096, 4096, 10, 64), (8, 64, 16, 64), (1304, 260, 14, 256),
 )  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FMTS)
 def test_products(fmt: str) -> None:
+    """At most 1.5 times the error of the dense product along 1,000 values or more.
+
+    With fewer and outliers in x a sum is a product or two, and more was seen: 1.55 on a GPU (NF4, 264 values), 1.8 by
+    the twin there, 2.1 along 8 values. So short axes have a bound of their own.
+    """
     rng = np.random.default_rng(FMTS.index(fmt))
     made = []
     for i, (deep, outs, m, block) in enumerate(SIZES):
         case = make_case(rng, fmt, deep, outs, block=block, scale_dtype=(np.float32, jnp.bfloat16, np.float16)[i % 3])
         made.append((case, jnp.asarray(make_x(rng, KINDS[i % 4], m, deep))))
-    ys = jax.jit(lambda xs: [case.product(x, "axpy") for (case, _), x in zip(made, xs, strict=True)])(
-        [x for _, x in made]
-    )
-    for (case, x), y, size in zip(made, ys, SIZES, strict=True):
+    ours = jax.jit(lambda xs: [case.product(x, "axpy") for (case, _), x in zip(made, xs, strict=True)])
+    dense = jax.jit(lambda pairs: [x @ w for x, w in pairs])
+    xs = [x for _, x in made]
+    assert re.findall(r"width = (\d+)", ours.lower(xs).as_text()) == ["0"] * len(SIZES)
+    theirs = dense([(x, jnp.asarray(case.dense, jnp.bfloat16)) for case, x in made])
+    for (case, x), y, d, size in zip(made, ours(xs), theirs, SIZES, strict=True):
         expected = case.expected(np.asarray(x, np.float64), "axpy")
-        assert error(y, expected) <= 4.5e-3, size
+        assert error(y, expected) <= (1.5 * error(d, expected) if size[0] >= 1000 else 6e-3), size
         codes, scale = np.asarray(case.codes), np.asarray(case.scale, np.float32)
         mine = twin(fmt, codes, scale, np.asarray(x))[:, : size[1]]
         assert error(y, mine.astype(np.float64)) <= 1.5e-3, size  # sums in another order
 
 
 @pytest.mark.gpu
-def test_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips of both widths, any number of blocks that share one, and the same bits every time."""
+def test_blocks_that_share_outs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of them, and the same bits every time."""
     rng = np.random.default_rng(5)
     case = make_case(rng, "nf4", 1496, 840)
-    for m, splits, outs in itertools.product((5, 13, 30, 50), range(1, 9), (128, 256)):
+    for m, splits in itertools.product((5, 13), range(1, 9)):
         x = jnp.asarray(make_x(rng, "both signs", m, 1496))
-        monkeypatch.setattr(_axpy, "CUT", _wide.Cut(0, outs, splits))
+        monkeypatch.setattr(_axpy, "CUT", _wide.Cut(0, 0, splits))
         jax.clear_caches()  # equal products share a program
         product = jax.jit(lambda x: case.product(x, "axpy"))
         y = product(x)
@@ -249,11 +259,11 @@ def test_batches_and_stacks() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FMTS)
 def test_infinities(fmt: str) -> None:
-    """What the dense product gives, in every width of x."""
+    """What the dense product gives, with one and with two columns of eight rows."""
     rng = np.random.default_rng(7)
     case = make_case(rng, fmt, 1024, 320)
     w = jnp.asarray(case.dense, jnp.bfloat16)
-    for m in (4, 12, 40):
+    for m in (4, 12):
         x = make_x(rng, "both signs", m, 1024)
         x[0, 17], x[1, 300], x[2, 5] = np.inf, -np.inf, np.nan
         y, d = jax.jit(lambda x: (qmatmul(x, case.codes, case.scale, fmt=fmt, form="axpy", cols=320), x @ w))(x)
