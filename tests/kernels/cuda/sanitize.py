@@ -50,6 +50,8 @@ TABLE += [(136, 1280, m, how) for how in (*SHIFTED, *BYTES) for m in (40, 140)]
 # The wide kernel for more than 64 rows of x, in every tile that there is.
 CUT = [NF4, MORE[0], SHIFTED[0], SHIFTED[2], *BYTES]
 CUT += [{"fmt": fmt} for fmt in ("int8", "fp8_e4m3", "ternary", "binary")]
+# Few rows in the axpy form: rings that wrap, blocks that share outs (m = 12 is above, too, with a short axis).
+TABLE += [(2056, 1280, m, how) for m in (3, 13) for how in (NF4, MORE[0])]
 # Tiles that are launched behind the others.
 TABLE += [(8576, 1280, 250, NF4)]
 # x rounded to 8 bits: with and without splits, tiles with edges.

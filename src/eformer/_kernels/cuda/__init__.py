@@ -7,6 +7,7 @@ once, at the speed of a copy, and XLA multiplies with cuBLAS.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..native import (
     storage_attributes,
 )
 from ..parameters import Problem
-from . import _attention, _bytes, _tiles, _wide, ways
+from . import _attention, _axpy, _bytes, _tiles, _wide, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
@@ -146,7 +147,8 @@ def qmatmul(
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of what is stored."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
-    run = {"few": _fused, "wide": _fused_wide, "decode": _decode_first}[way or ways.chosen(problem)]
+    few = _fused if problem.form == "dot" else functools.partial(_fused_wide, cut=_axpy.CUT)
+    run = {"few": few, "wide": _fused_wide, "decode": _decode_first}[way or ways.chosen(problem)]
     outs = problem.rows if problem.form == "dot" else problem.cols
     given = _offset(offset_in_one_batch_axis(problem, offset, stacked=index is not None))
     return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], outs)
@@ -187,12 +189,18 @@ def _given(problem: Problem, x: jax.Array, scale: Any, index: Any, *, outside: b
 
 
 def _fused_wide(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array,
+    index: Any,
+    cut: _wide.Cut | None = None,
 ) -> jax.Array:
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
     outs = problem.rows if problem.form == "dot" else problem.cols
-    cut = _wide.cut(_wide.kind_of(problem), batch, m, outs, deep)
+    cut = cut or _wide.cut(_wide.kind_of(problem), batch, m, outs, deep)
     operands = (x, codes, scale, offset, _number(index))
     result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
     how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
