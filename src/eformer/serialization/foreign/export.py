@@ -155,6 +155,8 @@ def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
         return {".weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": q.scale}, note
     _input_axis(q, name)
     q, order, group = _integers(q, (2, 4, 8), ", rows of INT8, FP8 and MXFP4")
+    if q.ndim != 2:
+        raise _Unfit(f"has the shape {list(q.shape)}; that format holds matrices.")
     zero, codes, (out, size) = _zero_points(q), _codes(q), (q.scale.shape[0], q.shape[q.blocked])
     place = jnp.arange(size) if order is None else jnp.argsort(order)
     stored = {
@@ -243,9 +245,9 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     named: Mapping[str, Any] = open_checkpoint(source) if is_path else dict(named_leaves(source)[0])
     notes: dict[str, Note] = {}
     leaves, owners = [], {}
-    for name in named:
+    for name in (*named, *getattr(named, "aliases", ())):  # tied weights are written once for each name
         leaf, note = _planned(
-            name, named.abstract(name)[0] if isinstance(named, LazyCheckpoint) else named[name], write, to
+            name, named.abstract(named.known(name))[0] if isinstance(named, LazyCheckpoint) else named[name], write, to
         )
         leaves.append(leaf)
         owners |= dict.fromkeys(leaf.tensors, name)
