@@ -67,7 +67,7 @@ cudaError_t decode_rows(cudaStream_t stream, const Rows& r);
 struct WideProduct {
   Product p;        // splits as there, without memory for partial sums
   int axpy;         // 1 for the axpy form
-  int width, outs;  // rows of x and outs per block
+  int width, outs;  // rows of x and outs per block; without rows, the kernel for few of them, which finds its own cut
   int rest, rest_splits;  // tiles that are launched behind the others, and their splits
 };
 cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w);

@@ -113,11 +113,18 @@ cudaError_t choose_wide_nibbles(cudaStream_t stream, const WideProduct& w) {
   return whole ? multiply_wide<kNf4, E, FORM, 1>(stream, w) : cudaErrorNotSupported;
 }
 
+// Few rows of x in the axpy form: one kernel for all formats of 4 bits, by columns of eight rows.
+cudaError_t choose_axpy(cudaStream_t stream, const WideProduct& w, const Device& device) {
+  if (!in_nibbles(w.p.d.fmt) || w.p.y_dtype != kBf16) return cudaErrorNotSupported;
+  return w.p.m <= 8 ? multiply_axpy<1>(stream, w.p, device) : multiply_axpy<2>(stream, w.p, device);
+}
+
 template <class E, int FORM>
 cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
   Device device;
   if (cudaError_t e = current_device(&device)) return e;
   if (device.major != 9) return cudaErrorNotSupported;  // no other generation has the instruction
+  if (w.width < 1) return kIsBf16<E> && FORM == kAxpy ? choose_axpy(stream, w, device) : cudaErrorNotSupported;
   switch (w.p.d.fmt) {
     case 0:
     case 4:

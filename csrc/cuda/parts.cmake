@@ -30,6 +30,7 @@ namespace eformer {
 #define B(KIND) template cudaError_t multiply_bytes<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define T(KIND) template cudaError_t multiply_tiles<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define O(FMT) template cudaError_t multiply_odd<FMT, @type@, @form@>(cudaStream_t, const WideProduct&, const Device&);
+#define A(NT) template cudaError_t multiply_axpy<NT>(cudaStream_t, const Product&, const Device&);
 #define W(FMT, TERMS) template cudaError_t multiply_wide<FMT, @type@, @form@, TERMS>(cudaStream_t, const WideProduct&);
 @lines@
 }  // namespace eformer
@@ -60,6 +61,7 @@ foreach(kind bf16 f16)
   endforeach()
 endforeach()
 set(type ${type_bf16})
+eformer_part(axpy axpy_launch.cuh "A(1) A(2)")
 eformer_part(split split_launch.cuh "P(kNf4) P(kCode4)")
 foreach(form kDot kAxpy)
   eformer_part(wide_bf16_${form}_sums wide_launch.cuh "W(kNf4, 2)")

@@ -7,6 +7,7 @@ once, at the speed of a copy, and XLA multiplies with cuBLAS.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ from ..native import (
     storage_attributes,
 )
 from ..parameters import Problem
-from . import _attention, _bytes, _odd, _tiles, _wide, ways
+from . import _attention, _axpy, _bytes, _odd, _tiles, _wide, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
@@ -154,7 +155,9 @@ def qmatmul(
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of what is stored."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
-    run = {"few": _fused, "wide": _fused_wide, "odd": _fused_odd, "decode": _decode_first}[way or ways.chosen(problem)]
+    few = _fused if problem.form == "dot" else functools.partial(_fused_wide, cut=_axpy.CUT)
+    runs = {"few": few, "wide": _fused_wide, "odd": _fused_odd, "decode": _decode_first}
+    run = runs[way or ways.chosen(problem)]
     outs = problem.rows if problem.form == "dot" else problem.cols
     given = _offset(offset_in_one_batch_axis(problem, offset, stacked=index is not None))
     return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], outs)
@@ -195,12 +198,18 @@ def _given(problem: Problem, x: jax.Array, scale: Any, index: Any, *, outside: b
 
 
 def _fused_wide(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array,
+    index: Any,
+    cut: _wide.Cut | None = None,
 ) -> jax.Array:
-    def cut(*sizes: int) -> _wide.Cut:
-        return _wide.cut(problem.fmt, problem.form, *sizes)
+    def chosen(*sizes: int) -> _wide.Cut:
+        return cut or _wide.cut(_wide.kind_of(problem), *sizes)
 
-    return _both_forms("wide", cut, problem, x, codes, scale, offset, index)
+    return _both_forms("wide", chosen, problem, x, codes, scale, offset, index)
 
 
 def _fused_odd(

@@ -19,10 +19,10 @@ from eformer import _settings
 
 from ..native import BF16
 from ..parameters import Problem
-from . import _odd, _wide
+from . import _axpy, _odd, _wide
 from .tuning import BYTE_BLOCKS, BYTES, capability, generation, is_skinny
 
-# The kernels of skinny.cuh and dot.cuh; that of wide.cuh; that of odd.cuh; decoding first, then cuBLAS.
+# The kernels of skinny.cuh and dot.cuh, or of axpy.cuh; those of wide.cuh, of odd.cuh; decoding first, then cuBLAS.
 WAYS = ("few", "wide", "odd", "decode")
 # Formats that are decoded while they are multiplied; so are some blocks of bytes (`is_few_in_byte_blocks`, `_wide`).
 FUSED = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2")
@@ -42,8 +42,10 @@ def possible(problem: Problem) -> list[str]:
     found = ["odd", "decode"] if _odd.can_take(problem) else ["decode"]
     if _wide.can_take(problem):
         found.insert(0, "wide")
+    if problem.form == "axpy":
+        return ["few", *found] if _axpy.can_take(problem) else found
     whole = not (problem.block or 0) % BLOCK and not _is_exact(problem) and not problem.scaled_both_ways
-    few = problem.form == "dot" and problem.m <= generation().largest_m and whole
+    few = problem.m <= generation().largest_m and whole
     if few if problem.fmt in FUSED else is_few_in_byte_blocks(problem):
         found.insert(0, "few")
     return found
@@ -71,6 +73,8 @@ def chosen(problem: Problem) -> str:
 
 
 def _by_rule(problem: Problem, ways: list[str]) -> str:
+    if problem.form == "axpy" and "few" in ways:
+        return "few"
     if _wide.takes(problem):
         return "wide"
     if _odd.takes(problem):
