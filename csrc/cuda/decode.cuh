@@ -80,8 +80,11 @@ constexpr float kCodebookFactor<__half> = 1.3f * 256.f;  // keeps second parts a
 // bytes of a row, second parts the others.
 constexpr int kTableBytes = 256 * 256, kSecondPart = 128;
 
+// Without second parts, rows may follow each other: half the room, and one instruction more.
+constexpr int kNarrowTableBytes = 256 * 128;
+
 // `mine` is entry (thread & 15) of the codebook. TERMS = 1: no second parts, and no factor.
-template <class E, int THREADS, int TERMS = 2>
+template <class E, int THREADS, int TERMS = 2, int PITCH = 256>
 __device__ __forceinline__ void fill_table(uint8_t* table, int thread, float mine) {
   mine *= TERMS == 2 ? kCodebookFactor<E> : 1.f;
   const float first = Pair<E>::cut(mine), second = mine - first;
@@ -91,7 +94,7 @@ __device__ __forceinline__ void fill_table(uint8_t* table, int thread, float min
     const uint32_t big = Pair<E>::pack(__shfl_sync(~0u, first, high), __shfl_sync(~0u, first, low));
     const uint32_t small = Pair<E>::pack(__shfl_sync(~0u, second, high), __shfl_sync(~0u, second, low));
     if (256 * 8 % THREADS == 0 || code < 256) {
-      uint4* row = reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16);
+      uint4* row = reinterpret_cast<uint4*>(table + code * PITCH + (thread & 7) * 16);
       row[0] = make_uint4(big, big, big, big);
       if constexpr (TERMS == 2) row[kSecondPart / 16] = make_uint4(small, small, small, small);
     }
@@ -99,7 +102,7 @@ __device__ __forceinline__ void fill_table(uint8_t* table, int thread, float min
 }
 
 // The rough table: lane t of four has its own. In a word of `mine`, the low half is for the first value of a pair.
-template <int THREADS>
+template <int THREADS, int PITCH = 256>
 __device__ __forceinline__ void fill_rough_table(uint8_t* table, int thread, uint4 mine) {
 #pragma unroll
   for (int i = 0; i < (256 * 8 + THREADS - 1) / THREADS; ++i) {
@@ -110,7 +113,7 @@ __device__ __forceinline__ void fill_rough_table(uint8_t* table, int thread, uin
     for (int t = 0; t < 4; ++t)
       pair[t] = __byte_perm(__shfl_sync(~0u, words[t], code >> 4), __shfl_sync(~0u, words[t], code & 15), 0x7610);
     if (256 * 8 % THREADS == 0 || code < 256)
-      *reinterpret_cast<uint4*>(table + code * 256 + (thread & 7) * 16) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      *reinterpret_cast<uint4*>(table + code * PITCH + (thread & 7) * 16) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
 }
 

@@ -15,9 +15,9 @@ namespace eformer {
 
 #if EFORMER_HAS_WGMMA
 
-template <int FMT, class E, int FORM, int N, int G, int D, int TERMS>
-struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
-  using Loader = WideLoader<FMT, E, FORM, N, G, D, TERMS>;
+template <int FMT, class E, int FORM, int N, int G, int D, int TILES, int TERMS>
+struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TILES, TERMS> {
+  using Loader = WideLoader<FMT, E, FORM, N, G, D, TILES, TERMS>;
   using typename Loader::S;
   using typename Loader::W;
   using Loader::a, Loader::shared, Loader::full_x, Loader::empty_x, Loader::full_c, Loader::empty_c;
@@ -77,7 +77,9 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
     wgmma_wait<0>();
   }
 
-  // Leaves the sums of a warpgroup in shared memory, one row of x after the other.
+  // Leaves the sums of a warpgroup in shared memory, one row of x after the other. In the axpy form a lane's
+  // outs are neighbours (with one tile of 4-bit values, two warps take turns), and four of them change places with the row,
+  // for lanes not to meet in a bank.
   __device__ __forceinline__ void put_sums(const float (&acc)[S::kTiles][N / 2], int group, int lane, int warp) {
     float* sums = reinterpret_cast<float*>(shared + W::kTable) + group / W::kSides * (N * W::kPitch);
     const int side = group % W::kSides, g = lane / 4, t = lane % 4;
@@ -88,8 +90,9 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
         const int column = i / 4 * 8 + 2 * t + i % 2, h = i / 2 % 2;
         const int out = FORM == kDot         ? side * 64 + warp * 16 + g + 8 * h
                         : S::kTiles == 2 ? side * 128 + warp * 32 + g * 4 + tile * 2 + h
-                                         : side * 64 + warp * 16 + g * 2 + h;
-        sums[column * W::kPitch + out] = acc[tile][i];
+                        : kInNibbles<FMT> ? side * 64 + warp / 2 * 32 + g * 4 + warp % 2 * 2 + h
+                                          : side * 64 + warp * 16 + g * 2 + h;
+        sums[column * W::kPitch + (FORM == kDot ? out : out ^ t)] = acc[tile][i];
       }
   }
 
@@ -116,6 +119,11 @@ struct WideBlock : WideLoader<FMT, E, FORM, N, G, D, TERMS> {
           const float4 part = load_from_block(in_block(sums + (n * N + column) * (W::kPitch * 4), s));
           v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
         }
+      }
+      if constexpr (FORM == kAxpy) {
+        const bool one = column & 2, two = column & 4;
+        const float p[4] = {one ? v[1] : v[0], one ? v[0] : v[1], one ? v[3] : v[2], one ? v[2] : v[3]};
+        v[0] = two ? p[2] : p[0], v[1] = two ? p[3] : p[1], v[2] = two ? p[0] : p[2], v[3] = two ? p[1] : p[3];
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) v[e] *= factor[e];
@@ -148,15 +156,15 @@ __device__ __forceinline__ void fill_wide_table(uint8_t* table, int thread, int 
 }
 #endif
 
-template <int FMT, class E, int FORM, int N, int G, int D, int TERMS>
-__global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
+template <int FMT, class E, int FORM, int N, int G, int D, int TILES, int TERMS>
+__global__ void __launch_bounds__(WideShape<FMT, E, FORM, N, G, D, TILES, TERMS>::kThreads, 1)
     wide_kernel(const __grid_constant__ WideArgs a) {
 #if EFORMER_HAS_WGMMA
-  using W = WideShape<FMT, FORM, N, G, D>;
+  using W = WideShape<FMT, E, FORM, N, G, D, TILES, TERMS>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const int split = blockIdx.y, splits = gridDim.y;
-  WideBlock<FMT, E, FORM, N, G, D, TERMS> block{{a, shared}};
+  WideBlock<FMT, E, FORM, N, G, D, TILES, TERMS> block{{a, shared}};
   const int tile = a.first_tile + blockIdx.x;
   block.out0 = tile / a.m_chunks * W::kOuts, block.m0 = tile % a.m_chunks * N;
   block.matrix = blockIdx.z, block.stored = first_matrix(a.stack) + block.matrix;
@@ -179,11 +187,11 @@ __global__ void __launch_bounds__(WideShape<FMT, FORM, N, G, D>::kThreads, 1)
     take_registers<W::kRegisters>();
     if constexpr (kInNibbles<FMT>) {
       if constexpr (kRough<FMT, E, TERMS>) {
-        fill_rough_table<G * 128>(shared, threadIdx.x, a.rough_book.v[threadIdx.x & 15]);
+        fill_rough_table<G * 128, 128>(shared, threadIdx.x, a.rough_book.v[threadIdx.x & 15]);
       } else if constexpr (kInFloat32<FMT>) {
         fill_wide_table(shared, threadIdx.x, G * 128, a.book.v[threadIdx.x & 15]);
       } else {
-        fill_table<E, G * 128, 1>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);
+        fill_table<E, G * 128, 1, 128>(shared, threadIdx.x, a.book.v[threadIdx.x & 15]);
       }
       asm volatile("bar.sync 1, %0;" ::"n"(G * 128) : "memory");
     }

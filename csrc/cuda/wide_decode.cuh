@@ -14,6 +14,13 @@
 
 namespace eformer {
 
+// NF4 is looked up in f16, rounded in eight ways (books.h), where the result has 16 bits.
+template <int FMT, class E, int TERMS>
+constexpr bool kRough = FMT == kNf4 && TERMS == 1 && item_kind<E> == kBf16;
+// Four bytes for a pair: the rows of the table follow each other, 128 bytes apart.
+template <int FMT, class E, int TERMS>
+constexpr bool kNarrow = kInNibbles<FMT> && (!kInFloat32<FMT> || kRough<FMT, E, TERMS>);
+
 // What a stage of codes is. `outs` are the rows of y.T, `deep` the axis that is summed over. SIDES warpgroups have outs of
 // their own, D of them share the same outs and take turns with the depth.
 template <int FMT, int FORM, int SIDES, int D, int TILES>
@@ -22,7 +29,7 @@ struct WideStage {
   static constexpr int kTiles = TILES;                 // of 64 outs, per warpgroup
   static constexpr int kOuts = 64 * kTiles;            // of a warpgroup
   static constexpr int kAllOuts = SIDES * kOuts;
-  static constexpr int kDeep = (FORM == kAxpy && D < 4) || (kInBytes<FMT> && D == 1) ? 128 : 256;
+  static constexpr int kDeep = (FORM == kAxpy && D < 4 && D <= kTiles) || (kInBytes<FMT> && D == 1) ? 128 : 256;
   static constexpr int kXStages = kDeep / 64;
   static constexpr int kSteps = kTiles;  // per 64 columns of x
   static constexpr int kRowBytes = (FORM == kDot ? kDeep : kAllOuts) / kPerByte;  // of a stored row
@@ -88,8 +95,11 @@ __device__ __forceinline__ uint32_t scaled_exact(uint32_t value, uint32_t scale,
 __device__ __forceinline__ uint32_t added(uint32_t value, uint32_t shift) {
   return Pair<__nv_bfloat16>::fma(value, Pair<__nv_bfloat16>::kOne * 0x00010001u, shift);
 }
-template <int FMT, class E, int TERMS>
-constexpr bool kRough = FMT == kNf4 && TERMS == 1 && item_kind<E> == kBf16;
+// The place of a pair in the table, whose code is a byte of `word`; the narrow one has it in bits 7 to 14 of that.
+template <bool NARROW>
+__device__ __forceinline__ uint32_t place_of(uint32_t word, uint32_t lane_at, uint32_t select) {
+  return NARROW ? (word & 0x7F80u) | lane_at : __byte_perm(word, lane_at, select);
+}
 // Fields of WIDTH bits in both halves of a register: (field | 2^n) * factor - bias.
 template <class E, int LOW_BIT, int HIGH_BIT, int WIDTH>
 struct Fields {
@@ -137,7 +147,8 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
     const uint32_t t = lane % 4;
     g = lane / 4, row = side * 64 + warp * 16 + g;
     table = table_at, lane_at = lane * (kInFloat32<FMT> && !kRough<FMT, E, TERMS> ? 8 : 4);
-    select = kInNibbles<FMT> ? 0x5504 | t << 4
+    select = kNarrow<FMT, E, TERMS> ? (8 * t - 7) & 31
+             : kInNibbles<FMT>      ? 0x5504 | t << 4
              : kPlain<FMT> == kInt8 ? (2 * t) | (2 * t + 1) << 8
                             : (2 * t) | (2 * t + 1) << 4;
     rotate = FMT == kTernary ? 8 * (t / 2) + (t % 2 ? 0 : 4) : (36 - 2 * t) % 32;
@@ -175,7 +186,8 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
     }
   }
   __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, uint32_t scale, uint32_t shift) const {
-    const uint32_t at = table + __byte_perm(word, lane_at, select);
+    constexpr bool kShort = kNarrow<FMT, E, TERMS>;
+    const uint32_t at = table + place_of<kShort>(kShort ? __funnelshift_r(word, word, select) : word, lane_at, select);
     const float factor = __uint_as_float(scale);
     if constexpr (!kInFloat32<FMT>) {
       const uint32_t value = kShifted<FMT> ? added(load_word(at), shift) : load_word(at);
@@ -231,11 +243,13 @@ struct WideDecoder<FMT, E, kDot, S, TERMS> {
 template <int FMT, class E, class S, int TERMS>
 struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   static constexpr int kDepths = 4 / S::kTiles;  // of 16, in a step
+  // With one tile per warpgroup, 8 rows times 16 bytes are turned on their way from shared memory.
+  static constexpr bool kTurned = S::kTiles == 1 && (kInNibbles<FMT> || kInBytes<FMT>);
   struct Words {
-    uint32_t w[kDepths][4];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16
+    uint32_t w[kTurned ? 2 : kDepths][4];  // rows 2t, 2t + 8, 2t + 1, 2t + 9 of 16; turned, both rows of 8, four times
     uint2 scale[kDepths][2], shift[kDepths][2];
   };
-  uint32_t table, lane_at, even, odd;  // places of rows 2t and 2t + 1 of a stage
+  uint32_t table, lane_at, even, odd;  // places of rows 2t and 2t + 1 of a stage; turned, of row `lane`
   uint32_t scale_at, up, magic;
 
   static __device__ __forceinline__ void put_constants(uint32_t* to) {
@@ -247,35 +261,52 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
   static __device__ __forceinline__ uint32_t swap(uint32_t row) {
     return S::kBoxBytes == 128 ? row & 7 : S::kBoxBytes == 64 ? row >> 1 & 3 : S::kBoxBytes == 32 ? row >> 2 & 1 : 0;
   }
+  static __device__ __forceinline__ uint32_t place(uint32_t row, uint32_t byte) {
+    const uint32_t chunk = byte % S::kBoxBytes >> 4;
+    return byte / S::kBoxBytes * S::kDeep * S::kBoxBytes + row * S::kBoxBytes + ((chunk ^ swap(row)) << 4) + byte % 16;
+  }
   __device__ __forceinline__ void start(uint32_t table_at, uint32_t constants, int side, int warp, int lane) {
     const uint32_t t = lane % 4, g = lane / 4;
     constexpr uint32_t kLane = 2 * S::kTiles;  // outs
-    table = table_at, up = g % 2 * 4, magic = load_word(constants);
+    table = table_at, magic = load_word(constants);
     lane_at = lane * (kInFloat32<FMT> && !kRough<FMT, E, TERMS> ? 8 : 4);
     scale_at = (t * S::kScales + (side * S::kOuts + warp * 8 * kLane) / kGroup<FMT>) * 8;
-    const uint32_t byte = (side * S::kOuts + (warp * 8 + g) * kLane) / S::kPerByte, chunk = byte % S::kBoxBytes >> 4;
-    const uint32_t box = byte / S::kBoxBytes * S::kDeep * S::kBoxBytes + byte % 16;
-    even = box + 2 * t * S::kBoxBytes + ((chunk ^ swap(2 * t)) << 4);
-    odd = box + (2 * t + 1) * S::kBoxBytes + ((chunk ^ swap(2 * t + 1)) << 4);
+    const uint32_t of_warp = side * S::kOuts + warp * 8 * kLane, byte = (of_warp + g * kLane) / S::kPerByte;
+    if constexpr (kTurned) {  // two warps share 16 bytes of 4-bit values, and take a byte of every two
+      even = place(lane, of_warp / S::kPerByte & ~15u), odd = 0;
+      up = warp % 2 ? 0x7531 : 0x6420;
+    } else {
+      even = place(2 * t, byte), odd = place(2 * t + 1, byte);
+      up = g % 2 * 4;
+    }
   }
   static __device__ __forceinline__ uint32_t load_some(uint32_t address) {
     uint32_t v;
     if constexpr (kInBytes<FMT>) {
       v = load_word(address);
-    } else if constexpr (kInNibbles<FMT> && S::kTiles == 2) {
+    } else if constexpr (kInNibbles<FMT>) {
       asm volatile("{ .reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address));
     } else {
       asm volatile("{ .reg .u16 h; ld.shared.u8 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(v) : "r"(address));
     }
     return v;
   }
+  // Four times 8 rows; a lane gets the 16 bits number g of rows 2t (low) and 2t + 1 of each.
+  static __device__ __forceinline__ void load_turned(uint32_t (&to)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address));
+  }
   __device__ __forceinline__ void load(Words& v, uint32_t codes, uint32_t scales, int stage, int part) const {
+    if constexpr (kTurned) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) load_turned(v.w[i], codes + even + (stage * 64 + i * 32) * S::kBoxBytes);
+    }
 #pragma unroll
     for (int d = 0; d < kDepths; ++d) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t deep = stage * 64 + part * 32 + d * 16 + i % 2 * 8;
-        v.w[d][i] = load_some(codes + (i < 2 ? even : odd) + deep * S::kBoxBytes);
+        if constexpr (!kTurned) v.w[d][i] = load_some(codes + (i < 2 ? even : odd) + deep * S::kBoxBytes);
         if constexpr (kInBlocks<FMT>) {
           if (i < 2) {
             const float2 two = load_floats(scales + scale_at + deep / 2 * S::kScales * 8);
@@ -295,7 +326,9 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
     }
   }
   __device__ __forceinline__ void look_up(uint32_t& a, uint32_t& rest, uint32_t word, int byte, uint2 scale, uint2 shift) const {
-    const uint32_t at = table + __byte_perm(word, lane_at, 0x5504 | byte << 4);
+    constexpr bool kShort = kNarrow<FMT, E, TERMS>;
+    const uint32_t shifted = !kShort ? word : byte == 0 ? word << 7 : word >> (8 * byte - 7);
+    const uint32_t at = table + place_of<kShort>(shifted, lane_at, 0x5504 | byte << 4);
     const float low = __uint_as_float(scale.x), high = __uint_as_float(scale.y);
     if constexpr (!kInFloat32<FMT>) {
       a = scaled_exact(kShifted<FMT> ? added(load_word(at), shift.x) : load_word(at), scale.x, scale.y);
@@ -310,17 +343,25 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
       }
     }
   }
-  // One tile, 4 times 16 deep, of a format of 4 bits. A lane has two outs: a byte of every row.
-  __device__ __forceinline__ void decode_one(uint32_t (&a)[TERMS][16], const Words& v) const {
+  // One tile, 4 times 16 deep. A lane has two outs: of 4 bits, a byte of every row, of 8 bits two.
+  __device__ __forceinline__ void decode_turned(uint32_t (&a)[TERMS][16], const Words& v) const {
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
+      const uint32_t rows = v.w[d / 2][d % 2 * 2], rows8 = v.w[d / 2][d % 2 * 2 + 1];
+      if constexpr (kInNibbles<FMT>) {
+        // Of a row and the next one, the first value of both and the second of both.
+        const uint32_t p = __byte_perm(rows, rows8, up);
+        const uint32_t w = (p & 0x0FF00FF0u) | (p >> 12 & 0x000F000Fu) | (p << 12 & 0xF000F000u);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t e = v.w[d][h], o = v.w[d][2 + h];
-        const int to = 4 * d + 2 * h;
-        const uint32_t high = (e & 0xF0u) | (o >> 4), low = (e << 4) | (o & 0x0Fu);
-        look_up(a[0][to], a[TERMS - 1][to], high, 0, v.scale[d][h], v.shift[d][h]);
-        look_up(a[0][to + 1], a[TERMS - 1][to + 1], low, 0, v.scale[d][h], v.shift[d][h]);
+        for (int i = 0; i < 4; ++i) look_up(a[0][4 * d + i], a[TERMS - 1][4 * d + i], w, i, v.scale[d][i / 2], v.shift[d][i / 2]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t two = i < 2 ? rows : rows8;
+          uint32_t& to = a[0][4 * d + i];
+          to = bytes_to_floats<E, FMT>(kPlain<FMT> == kInt8 ? two >> i % 2 * 8 : __byte_perm(two, 0, i % 2 ? 0x4431 : 0x4420), magic);
+          if constexpr (kInByteBlocks<FMT>) to = scaled_exact(to, v.scale[d][i / 2].x, v.scale[d][i / 2].y);
+        }
       }
     }
   }
@@ -336,12 +377,18 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
       return ((word << (15 - bit)) & 0x80008000u) ^ magic;
     }
   }
-  // Two times 16 deep; registers of tile i and depth d begin at (2 d + i) * 4.
   __device__ __forceinline__ void decode(uint32_t (&a)[TERMS][16], const Words& v) const {
-    if constexpr (S::kTiles == 1) decode_one(a, v);
+    if constexpr (kTurned) {
+      decode_turned(a, v);
+    } else {
+      decode_rows(a, v);
+    }
+  }
+  // Registers of tile i and depth d begin at (kTiles * d + i) * 4.
+  __device__ __forceinline__ void decode_rows(uint32_t (&a)[TERMS][16], const Words& v) const {
 #pragma unroll
-    for (int d = 0; d < (S::kTiles == 2 ? 2 : 0); ++d) {
-      uint32_t *to = a[0] + 8 * d, *rest = a[TERMS - 1] + 8 * d;
+    for (int d = 0; d < kDepths; ++d) {
+      uint32_t *to = a[0] + 4 * S::kTiles * d, *rest = a[TERMS - 1] + 4 * S::kTiles * d;
       const uint32_t e0 = v.w[d][0], e8 = v.w[d][1], o0 = v.w[d][2], o8 = v.w[d][3];
       if constexpr (kInNibbles<FMT>) {
         const uint32_t e = __byte_perm(e0, e8, 0x5410), o = __byte_perm(o0, o8, 0x5410);
@@ -366,12 +413,12 @@ struct WideDecoder<FMT, E, kAxpy, S, TERMS> {
             second = scaled_exact(second, v.scale[d][1].x, v.scale[d][1].y);
           }
         }
-      } else {
+      } else {  // with one tile of ternary values, a lane has half of a byte, too
         uint32_t word = __byte_perm(__byte_perm(e0, e8, 0x0040), __byte_perm(o0, o8, 0x0040), 0x5410);
-        if constexpr (FMT == kBinary) word <<= up;
+        if constexpr (FMT == kBinary || S::kTiles == 1) word <<= up;
         constexpr int kNext = FMT == kTernary ? 4 : 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 2 * S::kTiles; ++i) {
           to[i / 2 * 4 + i % 2] = pair(word, i), to[i / 2 * 4 + i % 2 + 2] = pair(word, i + kNext);
         }
       }

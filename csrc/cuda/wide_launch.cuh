@@ -11,10 +11,10 @@
 
 namespace eformer {
 
-template <int FMT, class E, int FORM, int N, int G, int D, int TERMS = 1>
+template <int FMT, class E, int FORM, int N, int G, int D, int TILES, int TERMS = 1>
 cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
   const Product& p = w.p;
-  using W = WideShape<FMT, FORM, N, G, D>;
+  using W = WideShape<FMT, E, FORM, N, G, D, TILES, TERMS>;
   using S = typename W::S;
   const Matrices& d = p.d;
   const int64_t outs = FORM == kDot ? d.rows : d.cols, deep = FORM == kDot ? d.cols : d.rows;
@@ -54,7 +54,7 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
     }
   }
   if (!make_tensor_map(&a.codes_map, codes) || !make_tensor_map(&a.x_map, x)) return cudaErrorNotSupported;
-  auto* kernel = &wide_kernel<FMT, E, FORM, N, G, D, TERMS>;
+  auto* kernel = &wide_kernel<FMT, E, FORM, N, G, D, TILES, TERMS>;
   static std::atomic<uint64_t> allowed{0};
   Device device;
   if (cudaError_t e = current_device(&device)) return e;
@@ -81,25 +81,26 @@ cudaError_t launch_wide(cudaStream_t stream, const WideProduct& w) {
   return cudaSuccess;
 }
 
-// The shapes that are there: 64 or 128 outs per block in the dot form, 128 or 256 in the axpy form. More than 64 rows of x
-// (axpy form: 32) leave registers for two warpgroups only, and formats without scales of blocks are quicker with two. For 256 rows the axpy form has one tile per warpgroup, which
-// makes 128 outs; formats of 4 bits need that.
+// The shapes that are there: 64 or 128 outs per block in the dot form, 64 (from 65 rows of x on), 128 or 256 in the axpy
+// form. More than 64 rows of x (axpy form: 32) leave registers for two warpgroups only, and formats without scales of
+// blocks are quicker with two.
 template <int FMT, class E, int FORM, int N>
 cudaError_t launch_few(cudaStream_t stream, const WideProduct& w) {
   const bool few = w.outs <= (FORM == kDot ? 64 : 128);
   if constexpr (FORM == kDot) {
-    return few ? launch_wide<FMT, E, FORM, N, 2, 2>(stream, w) : launch_wide<FMT, E, FORM, N, 4, 2>(stream, w);
+    return few ? launch_wide<FMT, E, FORM, N, 2, 2, 1>(stream, w) : launch_wide<FMT, E, FORM, N, 4, 2, 1>(stream, w);
   } else if constexpr (N <= 32 && kInNibbles<FMT>) {
-    return few ? launch_wide<FMT, E, FORM, N, 4, 4>(stream, w) : launch_wide<FMT, E, FORM, N, 4, 2>(stream, w);
+    return few ? launch_wide<FMT, E, FORM, N, 4, 4, 2>(stream, w) : launch_wide<FMT, E, FORM, N, 4, 2, 2>(stream, w);
   } else {
-    return few ? launch_wide<FMT, E, FORM, N, 2, 2>(stream, w) : launch_wide<FMT, E, FORM, N, 2, 1>(stream, w);
+    return few ? launch_wide<FMT, E, FORM, N, 2, 2, 2>(stream, w) : launch_wide<FMT, E, FORM, N, 2, 1, 2>(stream, w);
   }
 }
 // NF4 as sums of two bf16: registers for two warpgroups.
 template <int FMT, class E, int FORM, int N>
 cudaError_t launch_terms(cudaStream_t stream, const WideProduct& w) {
-  return w.outs <= (FORM == kDot ? 64 : 128) ? launch_wide<FMT, E, FORM, N, 2, 2, 2>(stream, w)
-                                             : launch_wide<FMT, E, FORM, N, 2, 1, 2>(stream, w);
+  constexpr int kTiles = FORM == kDot ? 1 : 2;
+  return w.outs <= 64 * kTiles ? launch_wide<FMT, E, FORM, N, 2, 2, kTiles, 2>(stream, w)
+                               : launch_wide<FMT, E, FORM, N, 2, 1, kTiles, 2>(stream, w);
 }
 template <int FMT, class E, int FORM>
 cudaError_t choose_terms(cudaStream_t stream, const WideProduct& w) {
@@ -108,17 +109,32 @@ cudaError_t choose_terms(cudaStream_t stream, const WideProduct& w) {
   return w.width <= 64 ? launch_terms<FMT, E, FORM, 64>(stream, w) : launch_terms<FMT, E, FORM, 128>(stream, w);
 }
 
+// More than 64 rows of x. In the axpy form 64 outs of a stored row have to have 16 bytes, and no offsets, which come in
+// pieces of 16 bytes; bytes and 256 rows of x are quicker with one tile per warpgroup where they have 128 outs.
+template <int FMT, class E, int FORM, int N>
+cudaError_t launch_many(cudaStream_t stream, const WideProduct& w) {
+  constexpr bool kSmall = N == 128 && (FORM == kDot || (FMT != kBinary && !kShifted<FMT>));
+  if constexpr (kSmall) {
+    if (w.outs <= 64) return launch_wide<FMT, E, FORM, N, 2, 2, 1>(stream, w);
+  }
+  if constexpr (FORM == kDot || N == 256) {
+    return launch_wide<FMT, E, FORM, N, 2, 1, 1>(stream, w);
+  } else {
+    if (w.outs > 128) return launch_wide<FMT, E, FORM, N, 2, 1, 2>(stream, w);
+    return launch_wide<FMT, E, FORM, N, 2, kInBytes<FMT> ? 1 : 2, kInBytes<FMT> ? 1 : 2>(stream, w);
+  }
+}
+
 template <int FMT, class E, int FORM, int TERMS>
 cudaError_t multiply_wide(cudaStream_t stream, const WideProduct& w) {
   if constexpr (TERMS == 2) return choose_terms<FMT, E, FORM>(stream, w);
   if (w.width <= 16) return launch_few<FMT, E, FORM, 16>(stream, w);
   if (w.width <= 32) return launch_few<FMT, E, FORM, 32>(stream, w);
   if (w.width <= 64) return launch_few<FMT, E, FORM, 64>(stream, w);
-  if constexpr (FORM == kDot || kInNibbles<FMT>) {
-    if (w.width > 128) return launch_wide<FMT, E, FORM, 256, 2, 1>(stream, w);
+  if constexpr (FORM == kDot || kInNibbles<FMT> || kInBytes<FMT>) {
+    if (w.width > 128) return launch_many<FMT, E, FORM, 256>(stream, w);
   }
-  const bool few = w.outs <= (FORM == kDot ? 64 : 128);
-  return few ? launch_wide<FMT, E, FORM, 128, 2, 2>(stream, w) : launch_wide<FMT, E, FORM, 128, 2, 1>(stream, w);
+  return launch_many<FMT, E, FORM, 128>(stream, w);
 }
 
 }  // namespace eformer

@@ -25,13 +25,14 @@ struct WideArgs {
   RoughBook rough_book;
 };
 
-template <int FMT, int FORM, int N, int G, int D>
+// TILES of 64 outs per warpgroup: one in the dot form.
+template <int FMT, class E, int FORM, int N, int G, int D, int TILES, int TERMS>
 struct WideShape {
   static constexpr int kSides = G / D;
-  using S = WideStage<FMT, FORM, kSides, D, FORM == kDot || N == 256 ? 1 : 2>;
+  using S = WideStage<FMT, FORM, kSides, D, TILES>;
   static constexpr int kThreads = (G + 1) * 128;
   static constexpr int kOuts = S::kAllOuts;
-  static constexpr int kTable = kInNibbles<FMT> ? kTableBytes : 0;
+  static constexpr int kTable = kNarrow<FMT, E, TERMS> ? kNarrowTableBytes : kInNibbles<FMT> ? kTableBytes : 0;
   static constexpr int kX = N * 128;
   static constexpr int kCodes = S::kBytes;
   static constexpr int kScales = S::kScaleBytes + S::kShiftBytes, kRaw = S::kRawBytes + S::kRawShiftBytes;
@@ -64,9 +65,9 @@ struct Ring {
   }
 };
 
-template <int FMT, class E, int FORM, int N, int G, int D, int TERMS>
+template <int FMT, class E, int FORM, int N, int G, int D, int TILES, int TERMS>
 struct WideLoader {
-  using W = WideShape<FMT, FORM, N, G, D>;
+  using W = WideShape<FMT, E, FORM, N, G, D, TILES, TERMS>;
   using S = typename W::S;
   const WideArgs& a;
   uint8_t* shared;
@@ -263,8 +264,13 @@ struct WideLoader {
       if constexpr (FORM == kDot) {
         put_four(to + j * 4, word_of(a.v[j]), word_of(a.v[j + 1]), word_of(a.v[j + 2]), word_of(a.v[j + 3]));
       } else {
-        const uint2 first = pair_of(a.v[j], b.v[j]), second = pair_of(a.v[j + 1], b.v[j + 1]);
-        put_four(to + j * 8, first.x, first.y, second.x, second.y);
+        const uint2 first = pair_of(a.v[j], b.v[j]);
+        if constexpr (S::kScales == 1) {
+          asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(to), "r"(first.x), "r"(first.y) : "memory");
+        } else {
+          const uint2 second = pair_of(a.v[j + 1], b.v[j + 1]);
+          put_four(to + j * 8, first.x, first.y, second.x, second.y);
+        }
       }
     }
     if constexpr (kShifted<FMT>) put_shifts(scales_at(slot) + S::kScaleBytes, thread + 64 * i, a.shift, b.shift);

@@ -11,12 +11,12 @@ namespace eformer {
 #define EFORMER_HAS_WGMMA 0
 #endif
 
-#if EFORMER_HAS_WGMMA
-
 template <class E>
 constexpr int item_kind = kBf16;
 template <>
 constexpr int item_kind<__half> = kF16;
+
+#if EFORMER_HAS_WGMMA
 
 #define EFORMER_F4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EFORMER_F16(c, i) EFORMER_F4(c, i), EFORMER_F4(c, i + 4), EFORMER_F4(c, i + 8), EFORMER_F4(c, i + 12)

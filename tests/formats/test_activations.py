@@ -311,6 +311,8 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="int8 takes activations='int8'"):
         ActivationArray(quantize(w, dtype="int8"), activations="fp8")
     q = quantize(w, dtype="int8", activations="int8")
+    with pytest.raises(TypeError, match=r"round the other operand already; wrap its own `\.w`"):
+        ActivationArray(q, activations="int8")
     for x in (jnp.ones((2, 64), jnp.int32), jnp.ones((2, 64), jnp.complex64)):
         with pytest.raises(TypeError, match="rounds rows of floating values; convert x with astype"):
             x @ q

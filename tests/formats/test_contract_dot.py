@@ -171,14 +171,18 @@ def test_documented_weight_only_product(scale_shape) -> None:
 
 
 def test_empty_products() -> None:
-    for name in FEW:
-        q, empty = make(name, seeded(name), 40, 8), jnp.zeros((0, 40))
-        assert (empty @ q).shape == (0, 8)
-        assert (q.T @ empty.T).shape == (8, 0)
-        none = FORMATS[name].make(jnp.zeros((40, 0)))
-        assert (jnp.ones((3, 40)) @ none).shape == (3, 0)
-        nothing = FORMATS[name].make(jnp.zeros((0, 8)))
-        np.testing.assert_array_equal(jnp.ones((3, 0)) @ nothing, np.zeros((3, 8)))
+    with materialization_policy("error"):
+        for name in FEW:
+            q, empty = make(name, seeded(name), 40, 8), jnp.zeros((0, 40))
+            assert (empty @ q).shape == (0, 8)
+            assert (q.T @ empty.T).shape == (8, 0)
+            assert jax.grad(lambda x, q=q: (x @ q).sum())(empty).shape == (0, 40)
+            none = FORMATS[name].make(jnp.zeros((40, 0)))
+            assert (jnp.ones((3, 40)) @ none).shape == (3, 0)
+            nothing = FORMATS[name].make(jnp.zeros((0, 8)))
+            np.testing.assert_array_equal(jnp.ones((3, 0)) @ nothing, np.zeros((3, 8)))
+            experts = make(name, seeded(name), 3, 40, 8)
+            assert implicit(lax.ragged_dot)(empty, experts, jnp.zeros(3, jnp.int32)).shape == (0, 8)
 
 
 def test_every_name_has_an_array_in_the_contract() -> None:

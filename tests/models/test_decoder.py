@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eformer import QuantizedCache, materialization_policy, quantize
+from eformer._formats.permuted.array import PermutedArray
 from eformer.jaximus import explain
 from eformer.models import Config, Model, decode, forward, fuse, generate, init, make_cache
 from eformer.models._decoder import _experts
@@ -123,6 +124,10 @@ def test_joined_matrices_compute_what_they_do_apart(key: jax.Array, options: dic
 
 def test_matrices_that_are_not_alike_or_that_are_split_stay_apart(key: jax.Array):
     params = init(CONFIG, key)
+    order = jnp.arange(params["layers"]["q"].shape[-2])[::-1]
+    turned = {part: PermutedArray(quantize(params["layers"][part][0]), order, axis=-2) for part in "qkv"}
+    with materialization_policy("error"):
+        assert set(turned) <= set(fuse({**params, "layers": [turned]})["layers"][0])
     mixed = quantize_tree(params, {"*/q": "int8", "*/gate": "nf4", "*/up": "nf4"}, min_size=0, donate=False)
     assert {"q", "k", "v", "gate_up"} <= set(fuse(mixed)["layers"])
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))

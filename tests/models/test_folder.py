@@ -162,6 +162,21 @@ def test_checkpoints_of_other_programs(tmp_path: Path):
     np.testing.assert_allclose(found, expected, atol=1e-5 * float(abs(expected).max()))
 
 
+def test_scales_of_activations_beside_weights(tmp_path: Path):
+    """Those of a server that rounds activations; beside a dense weight such a tensor is an error as any other."""
+    source = folders.write(tmp_path / "source", "qwen 3")
+    ef.quantize_folder(source, tmp_path / "ours", {"*_proj*": {"dtype": "int8", "axis": -1}}, default=None, min_size=0)
+    export(tmp_path / "ours", tmp_path / "theirs", "compressed-tensors")
+    file = tmp_path / "theirs" / "model.safetensors"
+    expected, tensors = load(tmp_path / "theirs").params, load_file(file)
+    scale = np.ones((), np.float32)
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.input_scale": scale}, file)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "theirs").params, expected)
+    save_file({**tensors, "model.embed_tokens.input_scale": scale}, file)
+    with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.input_scale': is not part of the model"):
+        load(tmp_path / "theirs")
+
+
 def test_dtype_and_progress(tmp_path: Path):
     source, seen = folders.write(tmp_path, "llama 2"), []
     model = load(source, dtype="bfloat16", progress=seen.append)

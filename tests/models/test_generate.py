@@ -59,6 +59,18 @@ def test_impossible_numbers(wrong: dict[str, Any]):
         Sampling(**wrong)
 
 
+def test_a_prompt_is_tokens_of_the_model(key: jax.Array):
+    model = Model(CONFIG, init(CONFIG, key))
+    for prompt in ([3, CONFIG.vocabulary], [-1]):
+        with pytest.raises(
+            ValueError, match=f"the prompt holds the tokens .* the model has 0 to {CONFIG.vocabulary - 1}"
+        ):
+            next(generate(model, prompt, 2))
+    for prompt in ([1.5], "text", [[1, 2]]):
+        with pytest.raises(TypeError, match="must be a list of whole numbers"):
+            next(generate(model, prompt, 2))  # pyright: ignore[reportArgumentType]
+
+
 def test_what_the_folder_says():
     said = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [1]}
     assert Sampling.of(said, top_k=None, seed=3) == Sampling(0.6, top_k=20, seed=3)

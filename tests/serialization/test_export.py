@@ -72,6 +72,34 @@ def test_names_say_which_axis_is_contracted(tmp_path: Path):
                 files.export({"a": {name: q}}, tmp_path / "no", "compressed-tensors")
 
 
+def test_values_keep_their_dtype(tmp_path: Path):
+    """Scales in float32 of values in bfloat16, which products and `materialize` round to."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.bfloat16)
+    for to, q in (("gptq", ef.quantize(w, dtype="int4", axis=-1)), ("fp8", ef.quantize(w, dtype="fp8", axis=-1))):
+        found = ef.load_checkpoint(files.export({"a": {"weight": q}}, tmp_path / to, to))["a.weight"]
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found.materialize(), q.materialize())
+    stated = {"dtype": "float16"}
+    assert "torch_dtype" not in json.loads(
+        (files.export({"a": q}, tmp_path, "fp8", config=stated) / "config.json").read_text()
+    )
+
+
+def test_tied_weights_are_written_under_each_name(tmp_path: Path):
+    q = ef.quantize(jnp.ones((64, 64)), dtype="int4", block_size=32, axis=-1)
+    source = ef.save(tmp_path / "tied.safetensors", {"a": {"weight": q}, "b": {"weight": q}, "c": jnp.ones(3)})
+    before, after = (ef.load_checkpoint(p) for p in (source, files.export(source, tmp_path / "out", "gptq")))
+    assert set(before) == set(after) == {"a.weight", "b.weight", "c"}
+    assert before["a.weight"] is before["b.weight"]
+
+
+def test_stacks_of_matrices_are_refused_where_they_cannot_be_read_back(tmp_path: Path):
+    q = ef.quantize(jnp.ones((2, 64, 64)), dtype="int4", block_size=32, axis=-1)
+    for to in ("gptq", "compressed-tensors"):
+        with pytest.raises(ef.errors.CheckpointError, match=r"'m\.weight': cannot be.*has the shape \[2, 64, 64\]"):
+            files.export({"m": {"weight": q}}, tmp_path / to, to)
+
+
 def test_what_would_be_rounded_is_not_exported(tmp_path: Path):
     w = jnp.ones((64, 64))
     for to in EXPORTS:

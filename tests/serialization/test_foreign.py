@@ -189,6 +189,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         r"'m\.weight_scale_2'.*one number",
     ),
     "blocks of 15 bytes": ("mxfp4 experts", {"weight_blocks": last}, r"'m\.weight_blocks'.*16 bytes"),
+    "the layout of a known method under another name": (
+        "gptq",
+        {"config": {"quant_method": "hqq"}},
+        r"'m\.qweight'.*layout of gptq.*'hqq'.*Pass quantization=\{'quant_method': 'gptq'\}",
+    ),
     "an unknown method": (
         "fp8, tiles",
         {"weight": None, "weight_scale_inv": None, "config": {"quant_method": "hqq"}},
@@ -375,7 +380,18 @@ def test_commands_take_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "tensor 'm.weight': cannot be written as fp8: it is ArrayInt" in capsys.readouterr().err
 
 
+def test_a_weight_that_is_dense_as_well(tmp_path: Path):
+    tensors, stated, values = CASES["gptq"](np.random.default_rng(0))
+    folder = made.written(tmp_path / "m", ({**tensors, "m.weight": np.zeros(3, "f2")}, stated, values))
+    with pytest.raises(
+        ef.errors.CheckpointError, match=r"'m\.weight': is float16\[3\], a dense.*'m\.qweight' is the same"
+    ):
+        ef.load_checkpoint(folder)
+
+
 def test_arguments_nobody_reads_are_refused(tmp_path: Path):
+    with pytest.raises(TypeError, match=r"quantization='gptq' is a str, but must be a dict"):
+        files.load_checkpoint(tmp_path, quantization="gptq")
     with pytest.raises(ValueError, match=r"quantization={'bit': 4} has none of the keys that are read: bits, "):
         files.load_checkpoint(tmp_path, quantization={"bit": 4})
     with pytest.raises(TypeError, match=r"""load_checkpoint\(\) has no argument dtype=: .*{"dtype": 'float32'}"""):

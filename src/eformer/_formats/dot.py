@@ -210,14 +210,14 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
     form = "dot" if dot_order == list(range(q.ndim)) and contracted else "axpy"
     order = dot_order if form == "dot" else [*batch, *contracted, *plan.q_kept]
     moved = q if order == list(range(q.ndim)) else _shapes.transpose(q, permutation=order)
-    if 0 in q.shape or 0 in x.shape:
-        return NotImplemented
     lead = [q.shape[a] for a in batch]
+    kept = [x.shape[a] for a in plan.x_kept]
+    if 0 in q.shape or 0 in x.shape:  # nothing to sum, or nothing to return
+        return jnp.zeros((*lead, *kept, *[q.shape[a] for a in plan.q_kept]), options["out_dtype"])
     first = plan.q_kept if form == "dot" else contracted
     matrix = _flattened(moved, len(batch), [len(batch) + len(first), q.ndim])
     x_order = [b for _, b in plan.batch] + plan.x_kept + [b for _, b in plan.contracted]
     rows = lax.transpose(x, x_order)
-    kept = [x.shape[a] for a in plan.x_kept]
     m = [math.prod(kept)] if lead or not kept else kept
     if (scale := options.get("x_scale")) is not None:
         options["x_scale"] = lax.transpose(scale, x_order).reshape(*lead, *m)
@@ -235,9 +235,12 @@ def ragged_dot_general(
 def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **rounding: Any) -> Any:
     """Rows of x in consecutive groups, each times its own matrix of a stack (…`lax.ragged_dot`)."""
     plain = is_plain_ragged(params, x.ndim, q.ndim) and (q.blocked is None or _shapes.blocked_axis(q) != 0)
-    if not plain or q.kernel_format is None or 0 in q.shape or 0 in x.shape:
+    if not plain or q.kernel_format is None:
         return NotImplemented
     (_, (contracted,)), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
+    if 0 in q.shape or 0 in x.shape:
+        return jnp.zeros((x.shape[0], q.shape[3 - contracted]), out)
     if q.blocked is None:
         form = "dot" if contracted == 2 else "axpy"
     else:
@@ -248,8 +251,8 @@ def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **
     codes, scale = q.kernel_operands()
     return qragged_dot(
         x, codes, scale, group_sizes, offset=q.kernel_offset, fmt=q.kernel_format, form=form, cols=q.shape[-1],
-        block=q.kernel_block, out_dtype=params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype),
-        precision=params.get("precision"), preference="auto" if q.use_kernel else "xla", by_scale=q.carries_factor,
+        block=q.kernel_block, out_dtype=out, precision=params.get("precision"),
+        preference="auto" if q.use_kernel else "xla", by_scale=q.carries_factor,
         **rounding,
     )  # fmt: skip
 

@@ -27,6 +27,8 @@ from ._llama_file import read as read_file
 from ._tokenizer import Tokenizer
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+# What a server rounds activations by, beside a quantized weight. Here they are not rounded.
+_INPUT_SCALE = re.compile(r"\.(input_scale|input_global_scale|input_zero_point)$")
 
 
 def load(
@@ -128,10 +130,17 @@ class _Reading:
         if len(tables) != 1:
             raise self.wrong("embed_tokens.weight", f"appears {len(tables)} times; a language model has it once.")
         self.prefix = tables[0].removesuffix("embed_tokens.weight")
-        self.left = {name for name in self.opened if name.startswith(self.prefix) and not _IGNORED.search(name)}
+        self.left = {name for name in self.opened if name.startswith(self.prefix) and not self.ignored(name)}
         self.heads = [name for name in self.opened if name.endswith("lm_head.weight")]
         self.left = self.left - {*self.heads} if self.about.tied else self.left | {*self.heads}
         self.total, self.done = sum(self.opened.info(name).nbytes for name in self.left), 0
+
+    def ignored(self, name: str) -> bool:
+        weight = _INPUT_SCALE.sub(".weight", name)
+        is_scale = weight != name and weight in self.opened
+        return _IGNORED.search(name) is not None or (
+            is_scale and isinstance(self.opened.abstract(weight)[0], ImplicitArray)
+        )
 
     def wrong(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(what, file=getattr(self.opened, "path", None), tensor=name)

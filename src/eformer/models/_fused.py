@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from eformer._core import ImplicitArray, implicit
+from eformer._core.materialization import materialization_policy
 
 # What is joined, by the name it then has.
 JOINED: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -55,7 +56,8 @@ def _joined(matrices: list[Any]) -> Any:
         return None
     if not isinstance(matrices[0], ImplicitArray):
         return jnp.concatenate(matrices, axis=-1)
-    whole = jax.eval_shape(implicit(lambda *m: jnp.concatenate(m, axis=-1)), *matrices)
+    with materialization_policy("allow"):  # of shapes: nothing becomes dense
+        whole = jax.eval_shape(implicit(lambda *m: jnp.concatenate(m, axis=-1)), *matrices)
     held = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (whole, matrices)]
     if type(whole) is not type(matrices[0]) or held[0] != held[1]:
         return None

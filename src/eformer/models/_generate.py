@@ -150,7 +150,7 @@ class Memory:
 
     def read(self, model: Model, prompt: Sequence[int] | np.ndarray, room: int) -> Any:
         """Logits after the prompt, with room for so many more tokens."""
-        tokens, config = [int(token) for token in prompt], model.config
+        tokens, config = _numbers(prompt, model.config.vocabulary), model.config
         shared = 0
         while shared < min(len(tokens) - 1, len(self.tokens)) and tokens[shared] == self.tokens[shared]:
             shared += 1
@@ -174,6 +174,22 @@ class Memory:
     def _moved(old: Cache, new: Cache) -> Any:
         put = lambda a, b: jax.lax.dynamic_update_slice(b, a, (0,) * a.ndim)  # noqa: E731
         return jax.tree.map(put, old, new, is_leaf=_has_shape)
+
+
+def _numbers(prompt: Sequence[int] | np.ndarray, vocabulary: int) -> list[int]:
+    """The tokens of a prompt; JAX would take the nearest row of the embedding for those that have none."""
+    found = np.asarray(prompt)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise TypeError(
+            f"the prompt is {found.dtype}{list(found.shape)}, but must be a list of whole numbers: the tokens of one "
+            "text, as model.tokenizer.encode gives them."
+        )
+    if found.size and not 0 <= found.min() <= found.max() < vocabulary:
+        raise ValueError(
+            f"the prompt holds the tokens {found.min()} to {found.max()}; the model has 0 to {vocabulary - 1}. "
+            "Was it encoded by the tokenizer of another model?"
+        )
+    return found.tolist()
 
 
 def _has_shape(leaf: Any) -> bool:

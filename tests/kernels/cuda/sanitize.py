@@ -47,6 +47,9 @@ BYTES = [{"fmt": fmt, "block": 64} for fmt in ("int8_block", "fp8_e4m3_block")]
 TABLE += [(50, cols, m, how) for how in SHIFTED for cols, m in ((1024, 3), (1024, 12), (1000, 9))]
 TABLE += [(50, 1024, m, how) for how in (*BYTES, BYTES[0] | {"offset": "zero"}) for m in (3, 12)]
 TABLE += [(136, 1280, m, how) for how in (*SHIFTED, *BYTES) for m in (40, 140)]
+# The wide kernel for more than 64 rows of x, in every tile that there is.
+CUT = [NF4, MORE[0], SHIFTED[0], SHIFTED[2], *BYTES]
+CUT += [{"fmt": fmt} for fmt in ("int8", "fp8_e4m3", "ternary", "binary")]
 # Few rows in the axpy form: rings that wrap, blocks that share outs (m = 12 is above, too, with a short axis).
 TABLE += [(2056, 1280, m, how) for m in (3, 13) for how in (NF4, MORE[0])]
 # Tiles that are launched behind the others.
@@ -124,7 +127,27 @@ def main() -> None:
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
     _wide.has_wgmma = hopper
     print(f"{len(ROUNDED)} products that round x, by both kernels: finite")
+    check_tiles(rng)
     check_attention(rng)
+
+
+def check_tiles(rng: np.random.Generator) -> None:
+    """Edges in every direction, and two splits of the contracted axis."""
+    planned, count = _wide.cut, 0
+    for what, form in itertools.product(CUT, ("dot", "axpy")):
+        codes, scale, how = storage(rng, 520, 1152, what)
+        if "block" not in what and form == "axpy":
+            scale = rng.random((1, 1152)).astype(np.float32)
+        x = jnp.asarray(rng.standard_normal((140, 1152 if form == "dot" else 520)), jnp.bfloat16)
+        tiles = [tile for tile in _wide.costs_of(_wide.Kind(what["fmt"], form, "offset" in what)) if tile[0] > 64]
+        for tile in tiles:
+            _wide.cut = lambda *_, tile=tile: _wide.Cut(*tile, 2)
+            jax.clear_caches()  # equal products share a program
+            y = qmatmul(x, codes, scale, form=form, cols=1152, **how)
+            assert bool(jnp.isfinite(y.astype(jnp.float32)).all()), (what, form, tile)
+        count += len(tiles)
+    _wide.cut = planned
+    print(f"{count} products in tiles of their own: finite")
 
 
 def check_attention(rng: np.random.Generator) -> None:

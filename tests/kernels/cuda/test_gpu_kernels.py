@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eformer._kernels import cuda, explain, qgather, qragged_dot
-from eformer._kernels.cuda import _wide, tuning
+from eformer._kernels.cuda import _wide, tuning, ways
 from eformer._kernels.parameters import product_problem
 
 from ..cases import SCALES, Case, make_case
@@ -132,17 +132,43 @@ def test_every_shape_of_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     rng = np.random.default_rng(25)
     for fmt, form in itertools.product(FORMATS, ("dot", "axpy")):
         options = {} if fmt in IN_BLOCKS else {"scale": "row" if form == "dot" else "column"}
-        case = make_case(rng, fmt, 648, 2432, **options)
+        case, kind = make_case(rng, fmt, 648, 2432, **options), _wide.Kind(fmt, form)
         x = jnp.asarray(rng.standard_normal((75, 2432 if form == "dot" else 648)), jnp.bfloat16)
         expected = case.expected(np.asarray(x, np.float64), form)
         found = []
-        for (width, outs), splits in itertools.product(_wide.costs_of(fmt, form), (1, 2, 3, 4)):
+        for (width, outs), splits in itertools.product(_wide.costs_of(kind), (1, 2, 3, 4)):
             monkeypatch.setattr(_wide, "cut", functools.partial(chosen, _wide.Cut(width, outs, splits)))
             jax.clear_caches()  # equal products share a program
             found.append(jax.jit(functools.partial(case.product, form=form)).lower(x).compile()(x))
-        assert len(found) == 4 * len(_wide.costs_of(fmt, form))
+        assert len(found) == 4 * len(_wide.costs_of(kind))
         for y in found:
             assert error(y, expected) <= 3e-3, (fmt, form)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32), (jnp.float32, None)]
+)
+def test_every_shape_of_the_wide_kernel_in_other_types(dtype: Any, out: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows of x than a tile has, positive ones; matrices that end within tiles and scales of blocks."""
+    rng = np.random.default_rng(26)
+    for fmt, form in itertools.product(("nf4", "int4", "int8", "fp8_e4m3", "ternary", "binary"), ("dot", "axpy")):
+        options = {"block": 128} if fmt in IN_BLOCKS else {"scale": "row" if form == "dot" else "column"}
+        case = make_case(rng, fmt, 520, 1152, **options)
+        x = jnp.asarray(np.abs(rng.standard_normal((270, 1152 if form == "dot" else 520))) / 8, dtype)
+        expected = case.expected(np.asarray(x, np.float64), form)
+        kind = _wide.Kind(fmt, form, sums=fmt in IN_BLOCKS and jnp.float32 in (dtype, out))
+        for (width, outs), splits in itertools.product(_wide.costs_of(kind), (1, 3)):
+            if width <= 64:
+                continue
+            monkeypatch.setattr(_wide, "cut", functools.partial(chosen, _wide.Cut(width, outs, splits)))
+            monkeypatch.setattr(ways, "chosen", lambda problem: "wide")
+            jax.clear_caches()  # equal products share a program
+            program = jax.jit(functools.partial(case.product, form=form, out_dtype=out)).lower(x)
+            assert "@eformer_cuda_wide" in program.as_text()
+            y = program.compile()(x)
+            bound = EXACT if jnp.float32 in (dtype, out) else LIMITS[dtype]
+            assert error(y, expected) <= bound, (fmt, form, width, outs, splits)
+    jax.clear_caches()
 
 
 def test_transforms() -> None:

@@ -18,7 +18,7 @@ import eformer as ef
 from eformer._kernels import cuda, explain, native, qgather, qragged_dot
 from eformer._kernels import formats as table
 from eformer._kernels.cuda import _wide, tuning
-from eformer._kernels.native import BF16
+from eformer._kernels.native import BF16, F32
 from eformer._kernels.parameters import Problem, product_problem
 
 from ..cases import NIBBLES, OFFSETS, make_case, with_offset
@@ -217,14 +217,41 @@ def test_the_cut_of_the_wide_kernel() -> None:
         (64, 14336, 4096): (64, 128, 1), (64, 4096, 4096): (64, 64, 2), (64, 4096, 14336): (64, 64, 2),
         (64, 8192, 8192): (64, 128, 2), (64, 28672, 8192): (64, 128, 1), (256, 14336, 4096): (256, 128, 1),
         (256, 4096, 4096): (128, 64, 1), (256, 4096, 14336): (128, 64, 1), (256, 8192, 8192): (256, 128, 2),
+        (256, 2880, 2880): (256, 128, 4), (128, 4096, 4096): (128, 64, 2), (128, 4096, 14336): (128, 64, 2),
     }  # fmt: skip
-    assert {sizes: _wide.cut("nf4", "dot", 1, *sizes)[:3] for sizes in best} == best
+    assert {sizes: _wide.cut(_wide.Kind("nf4", "dot"), 1, *sizes)[:3] for sizes in best} == best
+    other = {
+        ("nf4", 128, 4096, 4096): (128, 64, 2), ("nf4", 256, 4096, 4096): (128, 64, 1),
+        ("nf4", 128, 4096, 14336): (128, 64, 2), ("nf4", 256, 14336, 4096): (256, 128, 1),
+        ("int8", 128, 4096, 4096): (128, 64, 2), ("int8", 256, 4096, 4096): (128, 128, 2),
+        ("int8", 128, 14336, 4096): (128, 128, 1), ("int8", 256, 14336, 4096): (256, 128, 1),
+        ("ternary", 128, 4096, 4096): (128, 64, 2), ("binary", 128, 4096, 4096): (128, 128, 3),
+    }  # fmt: skip
+    assert {key: _wide.cut(_wide.Kind(key[0], "axpy"), 1, *key[1:])[:3] for key in other} == other
     sizes = itertools.product(FORMATS, ("dot", "axpy"), (1, 33, 100, 1024), (8, 4096), (8, 4096))
     for fmt, form, m, outs, deep in sizes:
-        width, block, splits, *_ = _wide.cut(fmt, form, 2, m, outs, deep)
-        assert (width, block) in _wide.costs_of(fmt, form)
+        kind = _wide.Kind(fmt, form)
+        width, block, splits, *_ = _wide.cut(kind, 2, m, outs, deep)
+        assert (width, block) in _wide.costs_of(kind)
         assert width >= min(m, 128)
         assert 1 <= splits <= max(deep // 512, 1)
+
+
+def test_the_tiles_of_the_wide_kernel() -> None:
+    """As in csrc/cuda/wide_launch.cuh: offsets, sums of two bfloat16 and single bits have fewer."""
+
+    def tiles(dtype: Any = BF16, offset: Any = None, **how: Any) -> set[tuple[int, int]]:
+        shape: Any = {"form": "axpy", "rows": 512, "cols": 512, "m": 100, "x_dtype": BF16, "block": None}
+        made = Problem(**shape | how, out_dtype=dtype, offset=offset)
+        return {tile for tile in _wide.costs_of(_wide.kind_of(made)) if tile[0] > 64}
+
+    some = {(128, 128), (128, 256)}
+    whole, nibbles = some | {(128, 64), (256, 128)}, {"fmt": "int4", "block": 64}
+    assert tiles(fmt="int8") == tiles(fmt="fp8_e4m3_block", block=64) == tiles(**nibbles) == whole
+    assert tiles(fmt="int8", dtype=F32) == whole
+    assert tiles(fmt="ternary") == some | {(128, 64)}
+    assert tiles(fmt="binary") == tiles(**nibbles, dtype=F32) == some
+    assert tiles(**nibbles, offset=np.dtype(np.uint8)) == some | {(256, 128)}
 
 
 @pytest.mark.usefixtures("present")

@@ -63,6 +63,8 @@ class ActivationArray(Wrapped):
                 f"w is a dense {type(self.w).__name__} of shape {tuple(self.w.shape)}, but must be a quantized array: "
                 f'quantize(w, dtype="int8", activations={self.activations!r}) does both.'
             )
+        if isinstance(self.w, ActivationArray):
+            raise TypeError(f"w is {self.w!r}, whose products round the other operand already; wrap its own `.w`.")
         if isinstance(self.w, QuantizedArray):
             allowed = takes(self.w.kernel_format)
             if self.activations not in allowed:

@@ -200,7 +200,7 @@ def _fused_wide(
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
     outs = problem.rows if problem.form == "dot" else problem.cols
-    cut = cut or _wide.cut(problem.fmt, problem.form, batch, m, outs, deep)
+    cut = cut or _wide.cut(_wide.kind_of(problem), batch, m, outs, deep)
     operands = (x, codes, scale, offset, _number(index))
     result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
     how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}

@@ -29,8 +29,10 @@ LONG = MappingProxyType({"nf4": 8192})  # or more columns than these
 MOST, MOST_SUMS = 4096, 256
 # The costs decide from 257 rows on for large matrices of so many values, from 1025 on for small ones.
 LARGE, LARGE_M, SMALL_M = 1 << 22, 256, 1024
-# Microseconds of decoding first: two calls, a million values, a million multiplications.
-CALLS, DECODING, MULTIPLYING = 3.0, 0.76, 0.00278
+# Microseconds of decoding first: two calls, a million values (bytes with no scales of blocks take longer), a million
+# multiplications.
+CALLS, DECODING, MULTIPLYING = 3.0, 0.9, 0.00278
+DECODING_BYTES = MappingProxyType({"dot": 1.16, "axpy": 2.1})
 # What fused products take instead of what the tables below say: bytes with scales of blocks; zero points and biases.
 BLOCKS_OF_BYTES, OFFSETS = 1.2, 1.1
 
@@ -60,33 +62,41 @@ DOT: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
         (16, 128): Cost(2.5, 0.27), (16, 64): Cost(1.5, 0.185), (32, 128): Cost(4.0, 0.275),
         (32, 64): Cost(2.2, 0.187), (64, 128): Cost(5.0, 0.29), (64, 64): Cost(3.0, 0.195),
-        (128, 128): Cost(4.8, 0.39), (128, 64): Cost(3.4, 0.225), (256, 128): Cost(7.0, 0.64),
+        (128, 128): Cost(4.8, 0.43), (128, 64): Cost(3.4, 0.225), (256, 128): Cost(7.0, 0.64),
     }
 )  # fmt: skip
 DOT_BLOCKS: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
         (16, 128): Cost(4.0, 0.268), (16, 64): Cost(2.6, 0.165), (32, 128): Cost(4.8, 0.279),
         (32, 64): Cost(3.0, 0.168), (64, 128): Cost(6.1, 0.302), (64, 64): Cost(3.9, 0.183),
-        (128, 128): Cost(5.3, 0.455), (128, 64): Cost(4.5, 0.231), (256, 128): Cost(7.8, 0.663),
+        (128, 128): Cost(7.6, 0.516), (128, 64): Cost(6.6, 0.254), (256, 128): Cost(6.4, 0.824),
     }
 )  # fmt: skip
 AXPY: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
         (16, 256): Cost(1.0, 0.46), (16, 128): Cost(2.8, 0.22), (32, 256): Cost(1.0, 0.49),
         (32, 128): Cost(2.5, 0.26), (64, 256): Cost(6.6, 0.50), (64, 128): Cost(4.9, 0.28),
-        (128, 256): Cost(9.2, 0.665), (128, 128): Cost(7.1, 0.35),
+        (128, 256): Cost(9.2, 0.665), (128, 128): Cost(7.1, 0.35), (128, 64): Cost(5.5, 0.22),
+    }
+)  # fmt: skip
+AXPY_BYTES: Mapping[tuple[int, int], Cost] = MappingProxyType(
+    AXPY
+    | {
+        (128, 256): Cost(5.1, 0.857), (128, 128): Cost(3.9, 0.451), (128, 64): Cost(5.9, 0.228),
+        (256, 128): Cost(6.8, 0.826),
     }
 )  # fmt: skip
 AXPY_BLOCKS: Mapping[tuple[int, int], Cost] = MappingProxyType(
     {
         (16, 256): Cost(3.4, 0.532), (16, 128): Cost(3.8, 0.295), (32, 256): Cost(5.7, 0.555),
         (32, 128): Cost(5.3, 0.298), (64, 256): Cost(5.5, 0.693), (64, 128): Cost(5.2, 0.358),
-        (128, 256): Cost(7.8, 0.914), (128, 128): Cost(7.0, 0.475), (256, 128): Cost(6.7, 0.774),
+        (128, 256): Cost(5.4, 1.177), (128, 128): Cost(6.2, 0.555), (128, 64): Cost(5.5, 0.289),
+        (256, 128): Cost(8.6, 0.833),
     }
 )  # fmt: skip
 CLUSTER_COST = 1.7
 # Blocks that run at once, by the size of the cluster: a cluster lies within a part of the chip.
-AT_ONCE = MappingProxyType({1: 132, 2: 132, 3: 120, 4: 112})
+AT_ONCE = MappingProxyType({1: 132, 2: 132, 3: 117, 4: 120})
 
 
 def has_wgmma() -> bool:
@@ -157,27 +167,51 @@ def takes(problem: Problem) -> bool:
     return rows <= (LARGE_M if large else SMALL_M) or _beats_decoding(problem, rows)
 
 
-def costs_of(fmt: str, form: str) -> Mapping[tuple[int, int], Cost]:
-    if FORMATS[fmt].in_nibbles:
-        return DOT_BLOCKS if form == "dot" else AXPY_BLOCKS
-    return DOT if form == "dot" else AXPY
+class Kind(NamedTuple):
+    """What decides which tiles there are."""
+
+    fmt: str
+    form: str
+    shifted: bool = False  # it has offsets
+    sums: bool = False  # values of 4 bits become sums of two bfloat16
+
+
+def kind_of(problem: Problem) -> Kind:
+    sums = problem.format.in_nibbles and is_float32(problem)
+    return Kind(problem.fmt, problem.form, problem.offset is not None, sums)
+
+
+@functools.cache
+def costs_of(kind: Kind) -> Mapping[tuple[int, int], Cost]:
+    """Costs of the tiles there are for it, see csrc/cuda/wide_launch.cuh."""
+    if FORMATS[kind.fmt].in_nibbles:
+        costs = DOT_BLOCKS if kind.form == "dot" else AXPY_BLOCKS
+    elif kind.form == "dot":
+        costs = DOT
+    else:
+        costs = AXPY_BYTES if kind.fmt in (*BYTES, *BYTE_BLOCKS) else AXPY
+    no_small = kind.form == "axpy" and (kind.shifted or kind.sums or kind.fmt == "binary")
+    missing = {(128, 64)} if no_small else set()
+    missing |= {(256, 128)} if kind.sums else set()
+    return MappingProxyType({tile: cost for tile, cost in costs.items() if tile not in missing})
 
 
 def _beats_decoding(problem: Problem, rows: int) -> bool:
     matrices, values = math.prod(problem.batch), problem.rows * problem.cols / 1e6
-    fused, _ = planned(problem.fmt, problem.form, matrices, rows, problem.outs, problem.deep)
+    fused, _ = planned(kind_of(problem), matrices, rows, problem.outs, problem.deep)
     fused *= BLOCKS_OF_BYTES if problem.fmt in BYTE_BLOCKS else 1.0 if problem.offset is None else OFFSETS
-    return fused <= matrices * (CALLS + values * (DECODING + rows * MULTIPLYING))
+    decoding = DECODING_BYTES[problem.form] if problem.fmt in BYTES else DECODING
+    return fused <= matrices * (CALLS + values * (decoding + rows * MULTIPLYING))
 
 
-def cut(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> Cut:
-    return planned(fmt, form, batch, m, outs, deep)[1]
+def cut(kind: Kind, batch: int, m: int, outs: int, deep: int) -> Cut:
+    return planned(kind, batch, m, outs, deep)[1]
 
 
 @functools.lru_cache(maxsize=1024)
-def planned(fmt: str, form: str, batch: int, m: int, outs: int, deep: int) -> tuple[float, Cut]:
+def planned(kind: Kind, batch: int, m: int, outs: int, deep: int) -> tuple[float, Cut]:
     """Microseconds by the table, and the cut that takes them."""
-    costs, steps = costs_of(fmt, form), -(-deep // 64)
+    costs, steps = costs_of(kind), -(-deep // 64)
     enough = min((width for width, _ in costs if width >= m), default=max(width for width, _ in costs))
     widths = {enough, 128} if enough > 128 else {enough}
 

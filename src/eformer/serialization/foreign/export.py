@@ -155,6 +155,8 @@ def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
         return {".weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": q.scale}, note
     _input_axis(q, name)
     q, order, group = _integers(q, (2, 4, 8), ", rows of INT8, FP8 and MXFP4")
+    if q.ndim != 2:
+        raise _Unfit(f"has the shape {list(q.shape)}; that format holds matrices.")
     zero, codes, (out, size) = _zero_points(q), _codes(q), (q.scale.shape[0], q.shape[q.blocked])
     place = jnp.arange(size) if order is None else jnp.argsort(order)
     stored = {
@@ -242,12 +244,12 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     is_path = isinstance(source, (str, os.PathLike))
     named: Mapping[str, Any] = open_checkpoint(source) if is_path else dict(named_leaves(source)[0])
     notes: dict[str, Note] = {}
-    leaves, owners = [], {}
-    for name in named:
-        leaf, note = _planned(
-            name, named.abstract(name)[0] if isinstance(named, LazyCheckpoint) else named[name], write, to
-        )
+    leaves, owners, dtypes = [], {}, set()
+    for name in (*named, *getattr(named, "aliases", ())):  # tied weights are written once for each name
+        value = named.abstract(named.known(name))[0] if isinstance(named, LazyCheckpoint) else named[name]
+        leaf, note = _planned(name, value, write, to)
         leaves.append(leaf)
+        dtypes |= {value.dtype.name} if note else set()
         owners |= dict.fromkeys(leaf.tensors, name)
         notes |= {_stem(name): note} if note else {}
     if not notes:
@@ -259,6 +261,8 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
         return _stored(name, write(value, name)[0]) if isinstance(value, ImplicitArray) else {name: value}
 
     stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes)}
+    if len(dtypes) == 1 and not {"dtype", "torch_dtype"} & set(stated):  # that of the values, which scales may not have
+        stated = {"torch_dtype": dtypes.pop(), **stated}
     folder.mkdir(parents=True, exist_ok=True)
     tensors = [tensor for leaf in leaves for tensor in leaf.layout()]
     notice = {"format": "mlx" if to == "mlx" else "pt"}

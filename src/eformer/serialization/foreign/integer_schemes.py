@@ -61,7 +61,7 @@ def _fits_gptq(parts: Parts) -> bool:
 
 def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     codes, zeros, (groups, out) = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape
-    check_method(config, "gptq", ("awq",))
+    check_method(config, "gptq")
     stated = None if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
     fitting = [b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
     fitting = sorted(fitting, key=lambda b: (b != stated, out * b % 32 != 0))
@@ -154,7 +154,7 @@ def _fits_awq(parts: Parts) -> bool:
 
 
 def _plan_awq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
-    check_method(config, "awq", ("gptq",))
+    check_method(config, "awq")
     version, bits = str(config.get("version", "gemm")).lower(), config.get("bits", config.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         what = f"is of AWQ version={version!r:.50}, bits={bits!r:.50}; 4 bits of version 'gemm' are read."

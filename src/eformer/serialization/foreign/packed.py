@@ -65,6 +65,11 @@ def find_weights(entries: Mapping[str, Entry]) -> dict[str, Weight]:
             raise CheckpointError("has a quantization state, but no codes.", tensor=weight)
         parts = (*(f"{weight}.{part}" for part in bitsandbytes.PARTS), name)
         found[weight] = Weight(None, weight, {n: n for n in (weight, *parts) if n in entries})
+    for leaf, weight in found.items():
+        if leaf in entries and leaf not in weight.tensors.values():
+            codes = next(iter(weight.tensors.values()))
+            what = f"is {text_of(entries[leaf])}, a dense weight, and {codes!r} is the same one, quantized."
+            raise CheckpointError(what, tensor=leaf, fix=f"Delete one of the two. {_RAW}")
     _check_complete(entries, found)
     return found
 
@@ -274,6 +279,8 @@ def open_checkpoint(
     """
     if fallback not in ("error", "dense"):
         raise ValueError(f"{fallback=} is unknown; allowed are 'error' and 'dense'.")
+    if not isinstance(quantization, Mapping | None):
+        raise TypeError(f"{quantization=} is a {type(quantization).__name__}, but must be a dict, as in config.json.")
     if quantization and not any(key in _READ or isinstance(found, Mapping) for key, found in quantization.items()):
         raise ValueError(f"{quantization=} has none of the keys that are read: {', '.join(_READ)}.")
     if is_gguf(path):
@@ -324,4 +331,5 @@ def load_checkpoint(path: str | os.PathLike[str], **options: Any) -> dict[str, A
     ArrayInt(float16[2,64], int4, 4.50 bits per weight)
     """
     opened = open_checkpoint(path, **options)
-    return {name: opened[name] for name in opened}
+    found = {name: opened[name] for name in opened}
+    return found | {name: found[stored] for name, stored in getattr(opened, "aliases", {}).items()}

@@ -117,9 +117,9 @@ def group_size(stated: Any, size: int, groups: int, suffix: str) -> int | None:
     return size // groups
 
 
-def check_method(config: Config, method: str, others: tuple[str, ...]) -> None:
-    """Raise if the configuration names one of the other methods, whose layout is another one."""
+def check_method(config: Config, method: str) -> None:
+    """Raise if the configuration names another method: its layout, or what its zero points mean, may be another."""
     stated = config.get("quant_method")
-    if isinstance(stated, str) and stated in others:
+    if isinstance(stated, str) and stated != method:
         what = f"has the layout of {method}, but the quantization config says quant_method={stated!r}."
         raise wrong(".qweight", what, f"Pass quantization={{'quant_method': {method!r}}} if that is what it is.")
