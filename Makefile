@@ -102,7 +102,7 @@ sanitize: $(VENV)/dev.stamp
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 EFORMER_CPU_LIBRARY=$(CURDIR)/$(SANITIZED)/csrc/cpu/libeformer_cpu.so \
 	$(VENV)/bin/python -m pytest -n 0 -s tests/kernels/cpu/test_products.py tests/kernels/cpu/test_byte_products.py tests/kernels/cpu/test_other_ops.py \
-		tests/kernels/cpu/test_offsets.py
+		tests/kernels/cpu/test_offsets.py tests/kernels/cpu/test_scales.py
 
 # Each benchmark takes --quick and --json PATH.
 bench: $(VENV)/dev.stamp

@@ -27,6 +27,7 @@ class ByteSmallDot {
     const auto taken = layout.add<uint32_t>(rows * (in_blocks ? groups * lanes : 1));
     const auto row = layout.add<int8_t>(2 * padded);
     const auto room = reserve_rows<format>(layout, p.d, side_by_side(1), padded, runtime.workers());
+    const auto numbers = reserve_scales(layout, p.d, side_by_side(1) * p.d.blocks(), runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     ByteSmallDot dot{p, w, x.in(base), taken.in(base), groups};
@@ -35,7 +36,7 @@ class ByteSmallDot {
     };
     const int64_t chunk = max(8, min(64, round_up(ceil_div(p.n(), 4 * runtime.workers()), 8)));
     prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
-      dot.outputs(i * chunk, min(p.n(), (i + 1) * chunk), room.in(base, worker));
+      dot.outputs(i * chunk, min(p.n(), (i + 1) * chunk), room.in(base, worker), numbers.in(base, worker));
     });
   }
 
@@ -72,21 +73,21 @@ class ByteSmallDot {
     }
   }
 
-  void outputs(int64_t begin, int64_t end, uint8_t* room) const {
+  void outputs(int64_t begin, int64_t end, uint8_t* room, float* numbers) const {
     switch (at_once(p.m)) {
-      case 1: return outputs<1>(begin, end, room);
-      case 2: return outputs<2>(begin, end, room);
-      case 4: return outputs<4>(begin, end, room);
-      default: return outputs<most_rows>(begin, end, room);
+      case 1: return outputs<1>(begin, end, room, numbers);
+      case 2: return outputs<2>(begin, end, room, numbers);
+      case 4: return outputs<4>(begin, end, room, numbers);
+      default: return outputs<most_rows>(begin, end, room, numbers);
     }
   }
 
   template <int m>
-  void outputs(int64_t begin, int64_t end, uint8_t* room) const {
+  void outputs(int64_t begin, int64_t end, uint8_t* room, float* numbers) const {
     constexpr int step = side_by_side(m);
     for (int64_t n = begin; n < end; n += step) {
       float sums[m][step];
-      several<m, step>(n, room, sums);
+      several<m, step>(n, room, numbers, sums);
       for (int i = 0; i < min(m, p.m); ++i)
         for (int c = 0; c < min(step, end - n); ++c)
           store_from_f32(p.y, p.y_type, i * p.n() + n + c, sums[i][c] * factors[i].first * (w.at_end(n + c) * factors[i].then));
@@ -95,10 +96,10 @@ class ByteSmallDot {
 
   // Outputs n ... n + step - 1; rows beyond the last are replaced by it.
   template <int m, int step>
-  INLINE void several(int64_t n, uint8_t* room, float (&sums)[m][step]) const {
+  INLINE void several(int64_t n, uint8_t* room, float* numbers, float (&sums)[m][step]) const {
     const uint8_t* codes[step];
     const float* scales[step];
-    const int64_t row_bytes = rows_of<format>(w, n, groups * columns, room, codes, scales);
+    const int64_t row_bytes = rows_of<format>(w, n, groups * columns, room, numbers, codes, scales);
     const int64_t ahead = bytes_ahead<format, step>(w);
     Blocks blocks(w.block);
     const Spread spread(blocks.per_group);

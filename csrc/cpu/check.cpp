@@ -38,6 +38,14 @@ std::optional<Type> float_type(const ffi::AnyBuffer& buffer) {
   }
 }
 
+std::optional<Type> scale_type(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::U8: return Type::e8m0;
+    case ffi::DataType::F8E4M3FN: return Type::e4m3;
+    default: return float_type(buffer);
+  }
+}
+
 namespace {
 
 ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t batch, Matrix& d) {
@@ -76,10 +84,10 @@ ffi::Error check_codes(const ffi::AnyBuffer& codes, const Attributes& a, int64_t
 ffi::Error check_scale(const ffi::AnyBuffer& scale, const ffi::AnyBuffer& codes, int64_t batch, Matrix& d) {
   const bool in_blocks = blocked(d.format);
   if (!in_blocks && scale.element_count() == 0) return ffi::Error::Success();
-  const auto type = float_type(scale);
+  const auto type = scale_type(scale);
   const auto dims = scale.dimensions();
   if (!type || static_cast<int64_t>(dims.size()) != batch + 2 || (batch && dims[0] != codes.dimensions()[0]))
-    return invalid("scale ", show(scale), " must be f32, bf16 or f16 with the batch axes of codes ", show(codes), ".");
+    return invalid("scale ", show(scale), " must be f32, bf16, f16, f8e4m3fn or u8 with the batch axes of codes ", show(codes), ".");
   const int64_t rows = dims[batch], cols = dims[batch + 1];
   const int64_t full = in_blocks ? d.blocks() : d.cols;
   const bool fits = in_blocks ? rows == d.rows && cols == full
@@ -89,6 +97,15 @@ ffi::Error check_scale(const ffi::AnyBuffer& scale, const ffi::AnyBuffer& codes,
   d.scale.type = *type;
   d.scale.row_stride = rows == 1 ? 0 : cols;
   d.scale.col_stride = cols == 1 ? 0 : 1;
+  return ffi::Error::Success();
+}
+
+// Without elements there is no factor.
+ffi::Error check_factor(const Factor& factor, int64_t count, Matrix& d) {
+  const auto numbers = static_cast<int64_t>(factor.element_count());
+  if (numbers == 0) return ffi::Error::Success();
+  if (numbers != count || !d.scale.data) return invalid("factor has ", numbers, " entries for the scales of ", count, " matrices.");
+  d.scale.factor = factor.typed_data();
   return ffi::Error::Success();
 }
 
@@ -110,13 +127,14 @@ ffi::Error check_offset(const ffi::AnyBuffer& offset, const ffi::AnyBuffer& scal
 }  // namespace
 
 ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const ffi::AnyBuffer* offset,
-                       const Attributes& a, int64_t batch, Stack& stack) {
+                       const Factor& factor, const Attributes& a, int64_t batch, Stack& stack) {
   if (auto error = check_codes(codes, a, batch, stack.first); error.failure()) return error;
   if (auto error = check_scale(scale, codes, batch, stack.first); error.failure()) return error;
   if (offset) {
     if (auto error = check_offset(*offset, scale, a, stack.first); error.failure()) return error;
   }
   stack.count = batch ? codes.dimensions()[0] : 1;
+  if (auto error = check_factor(factor, stack.count, stack.first); error.failure()) return error;
   stack.codes_step = stack.first.rows * stack.first.row_bytes;
   stack.scale_step = stack.count ? static_cast<int64_t>(scale.size_bytes()) / stack.count : 0;
   stack.offset_step = stack.first.rows * stack.first.blocks() * static_cast<int64_t>(stack.first.offset.size());

@@ -35,8 +35,12 @@ ffi::Error invalid(const Parts&... parts) {
 
 std::string show(const ffi::AnyBuffer& buffer);
 
-// f32, bf16 or f16; nothing otherwise.
+// f32, bf16 or f16; nothing otherwise. A scale may also be of bytes: u8 is e8m0.
 std::optional<Type> float_type(const ffi::AnyBuffer& buffer);
+std::optional<Type> scale_type(const ffi::AnyBuffer& buffer);
+
+// What multiplies all scales of a matrix: one number for each, or none.
+using Factor = ffi::Buffer<ffi::F32>;
 
 // Describes the first matrix of `codes`, which has `batch` leading axes (0 or 1), of `scale` and of `offset`, if not null.
 // The distances in bytes from one matrix of the batch to the next are left in *_step.
@@ -51,12 +55,13 @@ struct Stack {
     Matrix d = first;
     d.codes += i * codes_step;
     if (d.scale.data) d.scale.data = static_cast<const std::byte*>(d.scale.data) + i * scale_step;
+    if (d.scale.factor) d.scale.factor += i;
     d.offset = d.offset.moved(i * offset_step);
     return d;
   }
 };
 ffi::Error check_stack(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale, const ffi::AnyBuffer* offset,
-                       const Attributes& a, int64_t batch, Stack& stack);
+                       const Factor& factor, const Attributes& a, int64_t batch, Stack& stack);
 
 ffi::Error check_kernels(int64_t isa, const Kernels*& kernels);
 

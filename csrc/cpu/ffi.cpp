@@ -10,7 +10,7 @@
 namespace eformer {
 namespace {
 
-constexpr int64_t abi_version = 4;
+constexpr int64_t abi_version = 5;
 
 // The scratch memory of a call is the one thing that can run out; the C API of the FFI must not see an exception.
 template <class Call>
@@ -115,10 +115,10 @@ ffi::Error choose_group(Index index, const ffi::AnyBuffer& x, Stack& stack) {
 }
 
 ffi::Error check_product(const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
-                         const ffi::AnyBuffer* offset, const ffi::AnyBuffer& y, const Attributes& a, int64_t batch_of_x, const Kernels*& kernels, Stack& stack, Operands& o,
+                         const ffi::AnyBuffer* offset, const Factor& factor, const ffi::AnyBuffer& y, const Attributes& a, int64_t batch_of_x, const Kernels*& kernels, Stack& stack, Operands& o,
                          Index index = nullptr) {
   if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
-  if (auto e = check_stack(codes, scale, offset, a, 1, stack); e.failure()) return e;
+  if (auto e = check_stack(codes, scale, offset, factor, a, 1, stack); e.failure()) return e;
   if (index) {
     if (auto e = choose_group(index, x, stack); e.failure()) return e;
   }
@@ -157,61 +157,61 @@ ffi::Error run_groups(ffi::ThreadPool& threads, const Kernels& kernels, const At
 }
 
 ffi::Error multiply(ffi::ThreadPool& threads, const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scale,
-                    const ffi::AnyBuffer& offset, Index index, const ffi::AnyBuffer& y, const ffi::Dictionary& attributes) {
+                    const Factor& factor, const ffi::AnyBuffer& offset, Index index, const ffi::AnyBuffer& y, const ffi::Dictionary& attributes) {
   const Attributes a(attributes);
   const Kernels* kernels;
   Stack stack{};
   Operands o;
-  if (auto e = check_product(x, codes, scale, &offset, y, a, 1, kernels, stack, o, index); e.failure()) return e;
+  if (auto e = check_product(x, codes, scale, &offset, factor, y, a, 1, kernels, stack, o, index); e.failure()) return e;
   return run_products(threads, *kernels, a, stack, o, x, y, Exact{});
 }
 
 ffi::Error multiply_rounded(ffi::ThreadPool& threads, const ffi::AnyBuffer& x, const ffi::AnyBuffer& codes,
-                            const ffi::AnyBuffer& scale, const ffi::Buffer<ffi::F32>& x_scale, Index index,
+                            const ffi::AnyBuffer& scale, const Factor& factor, const ffi::Buffer<ffi::F32>& x_scale, Index index,
                             const ffi::AnyBuffer& y, const ffi::Dictionary& attributes) {
   const Attributes a(attributes);
   const Kernels* kernels;
   Stack stack{};
   Operands o;
   Rounded kind;
-  if (auto e = check_product(x, codes, scale, nullptr, y, a, 1, kernels, stack, o, index); e.failure()) return e;
+  if (auto e = check_product(x, codes, scale, nullptr, factor, y, a, 1, kernels, stack, o, index); e.failure()) return e;
   if (auto e = check_rounded(stack, form_of(a), o, stack.count * o.m, x_scale, kind); e.failure()) return e;
   return run_products(threads, *kernels, a, stack, o, x, y, kind);
 }
 
-ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error Qmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor,
                    ffi::AnyBuffer offset, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
-  return multiply(threads, x, codes, scale, offset, nullptr, *y, attributes);
+  return multiply(threads, x, codes, scale, factor, offset, nullptr, *y, attributes);
 }
 
-ffi::Error StackQmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error StackQmatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor,
                         ffi::AnyBuffer offset, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y,
                         ffi::Dictionary attributes) {
-  return multiply(threads, x, codes, scale, offset, &index, *y, attributes);
+  return multiply(threads, x, codes, scale, factor, offset, &index, *y, attributes);
 }
 
-ffi::Error ByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error ByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor,
                       ffi::Buffer<ffi::F32> x_scale, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
-  return multiply_rounded(threads, x, codes, scale, x_scale, nullptr, *y, attributes);
+  return multiply_rounded(threads, x, codes, scale, factor, x_scale, nullptr, *y, attributes);
 }
 
-ffi::Error StackByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error StackByteMatmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor,
                            ffi::Buffer<ffi::F32> x_scale, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y,
                            ffi::Dictionary attributes) {
-  return multiply_rounded(threads, x, codes, scale, x_scale, &index, *y, attributes);
+  return multiply_rounded(threads, x, codes, scale, factor, x_scale, &index, *y, attributes);
 }
 
-ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error Ragged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor,
                   ffi::AnyBuffer offset, ffi::Buffer<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
   const Attributes a(attributes);
   const Kernels* kernels;
   Stack stack{};
   Operands o;
-  if (auto e = check_product(x, codes, scale, &offset, *y, a, 0, kernels, stack, o); e.failure()) return e;
+  if (auto e = check_product(x, codes, scale, &offset, factor, *y, a, 0, kernels, stack, o); e.failure()) return e;
   return run_groups(threads, *kernels, a, stack, o, x, group_sizes, *y, Exact{});
 }
 
-ffi::Error ByteRagged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
+ffi::Error ByteRagged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor,
                       ffi::Buffer<ffi::S32> group_sizes, ffi::Buffer<ffi::F32> x_scale, ffi::Result<ffi::AnyBuffer> y,
                       ffi::Dictionary attributes) {
   const Attributes a(attributes);
@@ -219,18 +219,18 @@ ffi::Error ByteRagged(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer 
   Stack stack{};
   Operands o;
   Rounded kind;
-  if (auto e = check_product(x, codes, scale, nullptr, *y, a, 0, kernels, stack, o); e.failure()) return e;
+  if (auto e = check_product(x, codes, scale, nullptr, factor, *y, a, 0, kernels, stack, o); e.failure()) return e;
   if (auto e = check_rounded(stack, form_of(a), o, o.m, x_scale, kind); e.failure()) return e;
   return run_groups(threads, *kernels, a, stack, o, x, group_sizes, *y, kind);
 }
 
-ffi::Error Qgather(ffi::ThreadPool threads, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+ffi::Error Qgather(ffi::ThreadPool threads, ffi::AnyBuffer codes, ffi::AnyBuffer scale, Factor factor, ffi::AnyBuffer offset,
                    ffi::Buffer<ffi::S32> indices, ffi::Result<ffi::AnyBuffer> rows, ffi::Dictionary attributes) {
   const Attributes a(attributes);
   const Kernels* kernels;
   Stack stack{};
   if (auto e = check_kernels(a.isa, kernels); e.failure()) return e;
-  if (auto e = check_stack(codes, scale, &offset, a, 0, stack); e.failure()) return e;
+  if (auto e = check_stack(codes, scale, &offset, factor, a, 0, stack); e.failure()) return e;
   const auto dims = rows->dimensions();
   const auto type = float_type(*rows);
   const auto count = static_cast<int64_t>(indices.element_count());

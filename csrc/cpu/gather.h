@@ -12,7 +12,7 @@ class RowGather {
  public:
   static void run(const Gather& g, Runtime& runtime) {
     const Matrix& d = g.d;
-    const int64_t width = round_up(d.cols, group_columns), scales = max(d.blocks(), d.cols);
+    const int64_t width = round_up(d.cols, group_columns), scales = max(d.blocks(), d.cols) + group_columns;
     Layout layout;
     const auto values = layout.add<float>(width, runtime.workers());
     const auto factors = layout.add<float>(scales, runtime.workers());
@@ -31,17 +31,17 @@ class RowGather {
     const int64_t first = at * d.scale.row_stride;
     // A row of blocks has one factor per block even where it is a single block, whose scale has no second stride.
     const bool varies = d.scale.data && (blocked(format) || d.scale.col_stride);
-    if (varies) read_row(d.scale.data, d.scale.type, first, d.block ? d.blocks() : d.cols, nullptr, factors);
+    if (varies) read_scales(d.scale, {first, d.block ? d.blocks() : d.cols, 1, 0, scale_count(d)}, factors);
     Weights w{format, d.table, Form::dot, d.codes + at * d.row_bytes, d.row_bytes, 1, d.cols, d.block, d.blocks(), Unpacker(d.bits)};
-    if (blocked(format)) w.per_block = factors;
     w.offset = d.offset.moved(at * d.blocks() * static_cast<int64_t>(d.offset.size()));
     for (int64_t n = 0; n < d.cols; n += group_columns) {
       F value[4];
-      GroupReader<format>(w, n).template read<true>(0, value);
+      const GroupReader<format> reader(w, n);
+      reader.template read<true>(0, factors + reader.block(), value);
       Decoder<format>::sort(value);
       for (int j = 0; j < 4; ++j) store(values + n + j * lanes, value[j]);
     }
-    const float everywhere = d.scale.data && !varies ? load_as_f32(d.scale.data, d.scale.type, first) : 1;
+    const float everywhere = varies ? 1 : scale_at(d, at, 0);
     write_row(values, d.cols, varies && !blocked(format) ? factors : nullptr, everywhere, g.out, g.type, i * d.cols);
   }
 };

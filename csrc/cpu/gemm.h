@@ -23,6 +23,8 @@ class Gemm {
     const auto sums = layout.add<float>(wide * p.m * tile, runtime.workers());
     const auto panel = layout.add<typename Engine::Panel>(Engine::panel_size, runtime.workers());
     const auto stage = layout.add<Stage>(form == Form::dot, runtime.workers());
+    const int64_t blocks = form == Form::axpy ? most_blocks(p.d, wide * tile) : 0;
+    const auto room = reserve_scales(layout, p.d, depth * blocks, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     auto* packed = x.in(base);
@@ -33,7 +35,7 @@ class Gemm {
       if constexpr (form == Form::dot) {
         g.dot(*stage.in(base, worker));
       } else {
-        g.axpy();
+        g.axpy(room.in(base, worker));
       }
       g.finish();
     });
@@ -69,14 +71,16 @@ class Gemm {
     decode_dot<false>(w, stage, stage_k, k0, count, sink);
   }
 
-  void axpy() const {
+  void axpy(float* room) const {
     const int64_t k = p.k();
-    for (int64_t k0 = 0; k0 < k; k0 += depth)
+    for (int64_t k0 = 0; k0 < k; k0 += depth) {
+      const int64_t count = min(depth, k - k0);
+      const ScaleRows scales = scale_rows<format>(w, k0, count, begin, end, room);
       for (int64_t n = begin; n < end; n += tile) {
-        const int64_t count = min(depth, k - k0);
-        decode_axpy<format, depth>(w, n, k0, count, typename Engine::Sink{panel});
+        decode_axpy<format, depth>(w, n, k0, count, scales, typename Engine::Sink{panel});
         multiply(n, k0, count);
       }
+    }
   }
 
   float* sums_of(int64_t n) const { return sums + (n - begin) * p.m; }

@@ -68,27 +68,24 @@ template <Format format, int depth>
 inline void stage_scales(const Weights& w, int64_t n0, int64_t k0, int64_t count, DotStage<format, depth>& stage) {
   const int64_t first = k0 / w.block, blocks = (k0 + count - 1) / w.block - first + 1;
   const int64_t outputs = min(tile, w.rows - n0);
-  for (int64_t n = 0; n < outputs; ++n) {
-    const float* from = w.per_block + (n0 + n) * w.blocks + first;
-    for (int64_t b = 0; b < blocks; ++b) stage.scales[b * tile + n] = from[b];
+  const auto fill = [&](float* to, const auto* data, auto&& number) {
+    for (int64_t n = 0; n < outputs; ++n) {
+      const auto* from = data + (n0 + n) * w.blocks + first;
+      __builtin_prefetch(from + 64 / sizeof *from);  // of the next panels
+      for (int64_t b = 0; b < blocks; ++b) to[b * tile + n] = number(from[b]);
+    }
+  };
+  as_numbers(w.per_block.data, w.per_block.type, [&](const auto* data, auto&& number) { fill(stage.scales, data, number); });
+  if (w.per_block.factor) {
+    const F factor = broadcast(*w.per_block.factor);
+    for (int64_t at = 0; at < blocks * tile; at += lanes) store(stage.scales + at, mul(load(stage.scales + at), factor));
   }
   if constexpr (takes_offsets(format)) {
     if (!w.offset.data) return;
-    const auto fill = [&](const auto* data, auto&& number) {
-      for (int64_t n = 0; n < outputs; ++n) {
-        const auto* from = data + (n0 + n) * w.blocks + first;
-        __builtin_prefetch(from + 64 / sizeof *from);  // of the next panels
-        for (int64_t b = 0; b < blocks; ++b) stage.added[b * tile + n] = number(from[b]);
-      }
-    };
-    const void* data = w.offset.data;
     if (w.offset.is_zero) {
-      fill(static_cast<const uint8_t*>(data), [](uint8_t zero) { return static_cast<float>(zero); });
-    } else if (w.offset.type == Type::f32) {
-      fill(static_cast<const float*>(data), [](float bias) { return bias; });
+      fill(stage.added, static_cast<const uint8_t*>(w.offset.data), [](uint8_t zero) { return static_cast<float>(zero); });
     } else {
-      const Type type = w.offset.type;
-      fill(static_cast<const uint16_t*>(data), [=](uint16_t bias) { return load_as_f32(&bias, type, 0); });
+      as_numbers(w.offset.data, w.offset.type, [&](const auto* data, auto&& number) { fill(stage.added, data, number); });
     }
     const F half = broadcast(w.offset.half);
     for (int64_t at = 0; at < blocks * tile; at += lanes) {
@@ -142,15 +139,15 @@ inline void decode_dot(const Weights& w, const DotStage<format, depth>& stage, i
 
 // Decodes rows k0 ... k0 + count - 1 of the columns n0 ... n0 + tile - 1.
 template <Format format, int depth, class Sink>
-inline void decode_axpy(const Weights& w, int64_t n0, int64_t k0, int64_t count, const Sink& sink) {
+inline void decode_axpy(const Weights& w, int64_t n0, int64_t k0, int64_t count, const ScaleRows& scales, const Sink& sink) {
   for (int g = 0; g < tile && n0 + g < w.cols; g += group_columns) {
     const GroupReader<format> reader(w, n0 + g);
     for (int64_t k = 0; k < count; k += 2) {
       F even[4], odd[4] = {zero(), zero(), zero(), zero()};
       __builtin_prefetch(reader.codes(k0 + k + depth), 0, 2);
       __builtin_prefetch(reader.codes(k0 + k + depth + 1), 0, 2);
-      reader.read(k0 + k, even);
-      if (k + 1 < count) reader.read(k0 + k + 1, odd);
+      reader.read(k0 + k, scales.at(k, reader), even);
+      if (k + 1 < count) reader.read(k0 + k + 1, scales.at(k + 1, reader), odd);
       for (int j = 0; j < 4; ++j) sink.put(k, g + j * lanes, even[j], odd[j]);
     }
   }

@@ -18,9 +18,11 @@ enum class Format : int64_t {
 };
 constexpr int64_t format_count = 16;
 enum class Form : int64_t { dot, axpy };
-enum class Type : int64_t { f32, bf16, f16 };
+// The last two are bytes, and types of scales only: an exponent (255 is NaN), a small float.
+enum class Type : int64_t { f32, bf16, f16, e8m0, e4m3 };
 
-constexpr size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
+constexpr bool in_bytes(Type type) { return type == Type::e8m0 || type == Type::e4m3; }
+constexpr size_t size_of(Type type) { return type == Type::f32 ? 4 : in_bytes(type) ? 1 : 2; }
 
 // Values per byte of codes.
 constexpr int64_t per_byte(Format format) {
@@ -38,13 +40,14 @@ constexpr bool blocked(Format format) {
          format == Format::fp8_e5m2_block;
 }
 
-// One factor per element of D (per block of columns where there are blocks), repeated along an axis whose stride is 0.
-// `data` is null when there is no scale.
+// One number per element of D (per block of columns where there are blocks), repeated along an axis whose stride is 0.
+// `data` is null when there is no scale. Where `factor` is not null, every scale is the number times that, rounded.
 struct Scale {
   const void* data = nullptr;
   Type type = Type::f32;
   int64_t row_stride = 0;
   int64_t col_stride = 0;
+  const float* factor = nullptr;
 };
 
 // Zero points (bytes) or biases of blocks, laid out as their scales: D = (code - zero) * scale or code * scale + bias, codes

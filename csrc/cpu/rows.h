@@ -34,6 +34,7 @@ namespace eformer::EFORMER_ISA {
       case Type::f32: store(static_cast<float*>(to) + first + i, v); break;
       case Type::bf16: store_bf16(static_cast<uint16_t*>(to) + first + i, v); break;
       case Type::f16: store_f16(static_cast<uint16_t*>(to) + first + i, v); break;
+      default: __builtin_unreachable();
     }
   }
   for (; i < count; ++i) store_from_f32(to, type, first + i, from[i] * ((factor ? factor[i] : 1) * everywhere));

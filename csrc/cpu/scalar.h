@@ -1,6 +1,7 @@
 // One value at a time: half precision, codes, scales. The vector code falls back on this at ragged ends.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -52,13 +53,42 @@ inline uint16_t to_f16(float value) {
   return static_cast<uint16_t>(sign | rounded >> 13);
 }
 
+// What the bytes of the types of one byte stand for. The smallest e8m0, 2^-127, is no normal float: threads of XLA take it
+// for zero wherever they multiply, so nothing here is computed when the program runs.
+struct ByteValues {
+  float e8m0[256], e4m3[256];
+};
+inline constexpr ByteValues byte_values = [] {
+  ByteValues v{};
+  for (int code = 0; code < 256; ++code) {
+    const uint32_t half = code == 0 || code == 255 ? 0x400000 : 0;
+    v.e8m0[code] = std::bit_cast<float>(static_cast<uint32_t>(code) << 23 | half);
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    float value = static_cast<float>(exponent ? 8 + mantissa : mantissa) / 512;
+    for (int e = 1; e < exponent; ++e) value *= 2;
+    if ((code & 127) == 127) value = __builtin_nanf("");
+    v.e4m3[code] = code < 128 ? value : -value;
+  }
+  return v;
+}();
+inline const float* values_of_bytes(Type type) { return type == Type::e8m0 ? byte_values.e8m0 : byte_values.e4m3; }
+
 inline float load_as_f32(const void* data, Type type, int64_t i) {
   switch (type) {
     case Type::f32: return static_cast<const float*>(data)[i];
     case Type::bf16: return from_bf16(static_cast<const uint16_t*>(data)[i]);
     case Type::f16: return from_f16(static_cast<const uint16_t*>(data)[i]);
+    default: return values_of_bytes(type)[static_cast<const uint8_t*>(data)[i]];
   }
-  return 0;
+}
+
+// f(numbers, number_of): the array as what it holds, and what makes a float of an entry.
+template <class Fn>
+inline void as_numbers(const void* data, Type type, Fn&& f) {
+  if (type == Type::f32) return f(static_cast<const float*>(data), [](float value) { return value; });
+  if (type == Type::bf16) return f(static_cast<const uint16_t*>(data), from_bf16);
+  if (type == Type::f16) return f(static_cast<const uint16_t*>(data), from_f16);
+  f(static_cast<const uint8_t*>(data), [values = values_of_bytes(type)](uint8_t code) { return values[code]; });
 }
 
 inline void store_from_f32(void* data, Type type, int64_t i, float value) {
@@ -66,6 +96,7 @@ inline void store_from_f32(void* data, Type type, int64_t i, float value) {
     case Type::f32: static_cast<float*>(data)[i] = value; return;
     case Type::bf16: static_cast<uint16_t*>(data)[i] = to_bf16(value); return;
     case Type::f16: static_cast<uint16_t*>(data)[i] = to_f16(value); return;
+    default: __builtin_unreachable();
   }
 }
 
@@ -106,7 +137,8 @@ inline float value_of(const Matrix& d, const uint8_t* row, int64_t col) {
 inline float scale_at(const Matrix& d, int64_t row, int64_t col) {
   if (!d.scale.data) return 1;
   const int64_t at = d.block ? col / d.block : col;
-  return load_as_f32(d.scale.data, d.scale.type, row * d.scale.row_stride + at * d.scale.col_stride);
+  const float scale = load_as_f32(d.scale.data, d.scale.type, row * d.scale.row_stride + at * d.scale.col_stride);
+  return d.scale.factor ? scale * *d.scale.factor : scale;
 }
 
 inline float decoded(const Matrix& d, int64_t row, int64_t col) {

@@ -22,14 +22,15 @@ class SmallAxpy {
     const auto scale = reserve_scale(layout, p.d);
     const auto x = layout.add<float>(p.m * p.k());
     const auto sums = layout.add<float>(cut.pieces * p.m * cut.columns);
+    const auto room = reserve_scales(layout, p.d, at_once * most_blocks(p.d, cut.width), runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     const SmallAxpy axpy{p, w, cut, x.in(base), sums.in(base)};
     auto read = [&](int64_t, int64_t) {
       for (int64_t i = 0; i < p.m; ++i) read_row(p.x, p.x_type, i * p.k(), p.k(), w.along_k, x.in(base) + i * p.k());
     };
-    prepare_for_each(runtime, read, cut.pieces * cut.stretches, [&](int64_t i, int64_t) {
-      axpy.add_up(i / cut.stretches, i % cut.stretches);
+    prepare_for_each(runtime, read, cut.pieces * cut.stretches, [&](int64_t i, int64_t worker) {
+      axpy.add_up(i / cut.stretches, i % cut.stretches, room.in(base, worker));
     });
     auto finish = [&](int64_t i, int64_t) { axpy.finish(i); };
     constexpr int64_t alone = 1 << 17;  // sums that are added up in less time than it takes to wake a thread
@@ -58,13 +59,14 @@ class SmallAxpy {
 
   float* sums_of(int64_t piece, int64_t i) const { return sums + (piece * p.m + i) * cut.columns; }
 
-  void add_up(int64_t piece, int64_t stretch) const {
+  void add_up(int64_t piece, int64_t stretch, float* room) const {
     const int64_t begin = stretch * cut.width, end = min(p.n(), begin + cut.width);
     const int64_t first = piece * cut.depth, last = min(p.k(), first + cut.depth);
     for (int64_t k0 = first; k0 < last; k0 += at_once) {
       const int64_t count = min(at_once, last - k0);
+      const ScaleRows scales = scale_rows<format>(w, k0, count, begin, end, room);
       for (int64_t n = begin; n < end; n += group_columns)
-        group<most_rows>(n, k0, count, k0 == first, sums_of(piece, 0) + n);
+        group<most_rows>(n, k0, count, scales, k0 == first, sums_of(piece, 0) + n);
     }
   }
 
@@ -87,9 +89,9 @@ class SmallAxpy {
 
   // Adds rows k0 ... k0 + count - 1 of the group of columns at n.
   template <int m>
-  INLINE void group(int64_t n, int64_t k0, int64_t count, bool start, float* to) const {
+  INLINE void group(int64_t n, int64_t k0, int64_t count, const ScaleRows& scales, bool start, float* to) const {
     if constexpr (m > 1) {
-      if (p.m < m) return group<m - 1>(n, k0, count, start, to);
+      if (p.m < m) return group<m - 1>(n, k0, count, scales, start, to);
     }
     const GroupReader<format> reader(w, n);
     F acc[m][4];
@@ -98,7 +100,7 @@ class SmallAxpy {
     for (int64_t r = 0; r < count; ++r) {
       __builtin_prefetch(reader.codes(k0 + r + at_once));
       F value[4];
-      reader.read(k0 + r, value);
+      reader.read(k0 + r, scales.at(r, reader), value);
       for (int i = 0; i < m; ++i) {
         const F xi = broadcast(x[i * p.k() + k0 + r]);
         for (int j = 0; j < 4; ++j) acc[i][j] = fma(value[j], xi, acc[i][j]);

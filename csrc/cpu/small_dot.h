@@ -32,6 +32,7 @@ class SmallDot {
     const auto of_lanes = layout.add<float>(p.m * sums);
     const auto added = layout.add<float>(p.d.offset.data ? side_by_side(1) * p.d.blocks() : 0, runtime.workers());
     const auto room = reserve_rows<D::format>(layout, p.d, side_by_side(1), padded, runtime.workers());
+    const auto numbers = reserve_scales(layout, p.d, side_by_side(1) * p.d.blocks(), runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
     const SmallDot dot{p, w, x.in(base), padded, of_lanes.in(base), sums};
@@ -42,9 +43,9 @@ class SmallDot {
     prepare_for_each(runtime, pack, ceil_div(p.n(), chunk), [&](int64_t i, int64_t worker) {
       const int64_t begin = i * chunk, end = min(p.n(), begin + chunk);
       if constexpr (takes_offsets(D::format)) {
-        if (w.offset.data) return dot.template outputs<most_rows, true>(begin, end, room.in(base, worker), added.in(base, worker));
+        if (w.offset.data) return dot.template outputs<most_rows, true>(begin, end, {room.in(base, worker), numbers.in(base, worker), added.in(base, worker)});
       }
-      dot.template outputs<most_rows, false>(begin, end, room.in(base, worker), nullptr);
+      dot.template outputs<most_rows, false>(begin, end, {room.in(base, worker), numbers.in(base, worker), nullptr});
     });
   }
 
@@ -53,6 +54,12 @@ class SmallDot {
   static constexpr int bytes = D::columns / static_cast<int>(per_byte(D::format));
 
   using Blocks = ColumnBlocks<D::columns, in_blocks>;
+
+  // Of one worker, for the rows of D at work: unpacked codes, scales, what offsets add.
+  struct Room {
+    uint8_t* codes;
+    float *scales, *added;
+  };
 
   // Rows of D at once, for m rows of x at once: as many as the registers hold.
   static constexpr int side_by_side(int m) { return registers == 32 ? 4 : m <= 2 ? 2 : 1; }
@@ -74,14 +81,14 @@ class SmallDot {
   }
 
   template <int m, bool offset>
-  void outputs(int64_t begin, int64_t end, uint8_t* room, float* added) const {
+  void outputs(int64_t begin, int64_t end, const Room& room) const {
     if constexpr (m > 1) {
-      if (p.m < m) return outputs<m - 1, offset>(begin, end, room, added);
+      if (p.m < m) return outputs<m - 1, offset>(begin, end, room);
     }
     constexpr int step = side_by_side(m);
     for (int64_t n = begin; n < end; n += step) {
       float sums[m][step];
-      several<m, step, offset>(n, room, added, sums);
+      several<m, step, offset>(n, room, sums);
       for (int i = 0; i < m; ++i)
         for (int c = 0; c < min(step, end - n); ++c)
           store_from_f32(p.y, p.y_type, i * p.n() + n + c, sums[i][c] * w.at_end(n + c));
@@ -90,11 +97,12 @@ class SmallDot {
 
   // Outputs n ... n + step - 1; rows beyond the last are replaced by it.
   template <int m, int step, bool offset>
-  INLINE void several(int64_t n, uint8_t* room, float* added, float (&sums)[m][step]) const {
+  INLINE void several(int64_t n, const Room& room, float (&sums)[m][step]) const {
     const uint8_t* codes[step];
     const float* scales[step];
-    for (int c = 0; offset && c < step; ++c) w.add_row(min(n + c, w.rows - 1), added + c * w.blocks);
-    const int64_t row_bytes = rows_of<D::format>(w, n, padded, room, codes, scales);
+    float* added = room.added;
+    const int64_t row_bytes = rows_of<D::format>(w, n, padded, room.codes, room.scales, codes, scales);
+    for (int c = 0; offset && c < step; ++c) w.add_row(min(n + c, w.rows - 1), scales[c], added + c * w.blocks);
     const int64_t ahead = bytes_ahead<D::format, step>(w);
     Blocks blocks(w.block);
     const Spread spread(blocks.per_group);
@@ -106,11 +114,7 @@ class SmallDot {
     const uint8_t* at[step];
     int64_t g = 0;
     for (; g < whole; ++g, blocks.next()) {
-      // The scales of the rows after these lie together; those of small blocks are lines enough to wait for.
-      if constexpr (in_blocks) {
-        const float* after = scales[0] + step * (w.blocks + blocks.first);
-        for (int64_t i = 0; i < step * blocks.per_group; i += 16) __builtin_prefetch(after + i, 0, 2);
-      }
+      if constexpr (in_blocks) ask_for_scales<step>(w, n, blocks.first, blocks.per_group);
       for (int c = 0; c < step; ++c) {
         at[c] = codes[c] + g * bytes;
         __builtin_prefetch(at[c] + ahead, 0, 2);

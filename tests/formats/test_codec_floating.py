@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from eformer._formats.floating import codec
+from eformer._kernels import formats
 from tests.formats import references
 from tests.formats.contract import seeded
 
@@ -61,10 +62,10 @@ def test_every_code_is_what_the_specification_says(element):
 
 def test_every_scale_is_what_the_specification_says():
     codes = np.arange(256, dtype=np.uint8)
-    found = np.asarray(codec.scale_values(jnp.asarray(codes)))
+    found = np.asarray(formats.scale_values(jnp.asarray(codes)))
     np.testing.assert_array_equal(found, references.e8m0_table().astype(np.float32))
     np.testing.assert_array_equal(found, codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
-    e4m3 = codec.scale_values(jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)))
+    e4m3 = formats.scale_values(jnp.asarray(codes.view(ml_dtypes.float8_e4m3fn)))
     np.testing.assert_array_equal(np.asarray(e4m3), references.element_table("fp8_e4m3").astype(np.float32))
 
 
@@ -74,7 +75,7 @@ def test_every_code_with_every_scale(kind):
     table = references.element_table(element)
     codes = jnp.tile(jnp.arange(table.size, dtype=jnp.uint8), (256, 2 if kind == "mxfp4" else 1))  # whole blocks
     stored = codec.pack(codes, axis=-1, block=32, per_byte=codec.KINDS[kind].per_byte)
-    scales = codec.scale_values(jnp.arange(256, dtype=jnp.uint8))
+    scales = formats.scale_values(jnp.arange(256, dtype=jnp.uint8))
     scales = jnp.broadcast_to(scales[:, None], stored.shape[:2])
     found = codec.decode(stored, scales, element=element, axis=-1, size=codes.shape[1], dtype=jnp.float32)
     with np.errstate(invalid="ignore"):
@@ -87,7 +88,7 @@ def test_nvfp4_with_every_scale():
     stored = codec.pack(codes, axis=-1, block=16, per_byte=2)
     blocks = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
     for tensor in (1.0, 0.1, 3e-5):
-        scale = codec.scale_values(blocks)[:, None] * jnp.float32(tensor)
+        scale = formats.scale_values(blocks)[:, None] * jnp.float32(tensor)
         found = codec.decode(stored, scale, element="fp4", axis=-1, size=16, dtype=jnp.float32)
         one = references.element_table("fp8_e4m3").astype(np.float32) * np.float32(tensor)
         same(found, references.element_table("fp4").astype(np.float32) * one[:, None])
@@ -131,7 +132,7 @@ def test_encoding_what_was_decoded_changes_nothing(kind):
     w = jnp.asarray(special(seeded(kind), 40, 64))
     row = codec.KINDS[kind]
     codes, scale, _ = codec.encode(w, kind=kind, axis=-1)
-    dense = codec.decode(codes, codec.scale_values(scale), element=row.element, axis=-1, size=64, dtype=jnp.float32)
+    dense = codec.decode(codes, formats.scale_values(scale), element=row.element, axis=-1, size=64, dtype=jnp.float32)
     again, scales, _ = codec.encode(dense, kind=kind, axis=-1)
     whole = np.asarray(scale) > 30  # further down processors flush
     np.testing.assert_array_equal(np.asarray(scales)[whole], np.asarray(scale)[whole])

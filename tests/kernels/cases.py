@@ -58,11 +58,13 @@ class Case:
     scale: Any
     dense: np.ndarray  # float64, (batch..., rows, cols)
     offset: Any = None
+    factor: Any = None
 
     def product(self, x: Any, form: str = "dot", *, codes: Any = None, scale: Any = None, **options: Any) -> Any:
         codes = self.codes if codes is None else codes
         scale = self.scale if scale is None else scale
         options.setdefault("offset", self.offset)
+        options.setdefault("factor", self.factor)
         return qmatmul(x, codes, scale, fmt=self.fmt, form=form, cols=self.cols, **options)
 
     def problem(self, m: int, form: str) -> Problem:
@@ -147,6 +149,28 @@ def with_offset(rng: np.random.Generator, case: Case, kind: str, dtype: Any = np
         more = codes // 2 * scale + offset.astype(np.float64)
     dense = case.dense + np.repeat(more, block, axis=-1)[..., : case.cols]
     return dataclasses.replace(case, offset=offset, dense=dense)
+
+
+def with_byte_scales(rng: np.random.Generator, case: Case, kind: str) -> Case:
+    """The same codes with scales of bytes, "e8m0" or "e4m3", the latter with a factor for each matrix."""
+    batch, blocks = case.codes.shape[:-3], case.scale.shape[-1]
+    values = case.dense / _in_columns(case, case.scale.astype(np.float64), blocks)
+    factor = None
+    if kind == "e8m0":
+        scale = rng.integers(117, 138, case.scale.shape).astype(np.uint8)
+        numbers = 2.0 ** (scale.astype(np.float64) - 127)
+    else:
+        scale = rng.integers(0, 127, case.scale.shape).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        factor = rng.uniform(0.5, 2.0, (*batch, 1, 1)).astype(np.float32)
+        numbers = (scale.astype(np.float32) * factor).astype(np.float64)
+    return dataclasses.replace(case, scale=scale, factor=factor, dense=values * _in_columns(case, numbers, blocks))
+
+
+def _in_columns(case: Case, numbers: np.ndarray, blocks: int) -> np.ndarray:
+    """One number for every column, given those of blocks."""
+    bits = 8 if case.fmt.endswith("_block") else int(case.fmt[3]) if case.fmt.startswith("int") else 4
+    block = math.prod(case.codes.shape[-2:]) * 8 // bits // blocks
+    return np.repeat(numbers, block, axis=-1)[..., : case.cols]
 
 
 def relative_error(found: Any, expected: Any) -> float:

@@ -129,7 +129,7 @@ def test_int8_is_rounded_as_defined_where_divisions_are_not_exact(ulps: int) -> 
     ties = (np.float32(2.0) ** rng.integers(-20, 20, size) * middle).astype(np.float32)
     power = (ties / middle).astype(np.float32)
     for values, factor in ((x, scale), (near, scale), (anywhere, scale), (ties, power)):
-        values = np.where(values < TINY, np.float32(0), values) * rng.choice(np.float32([-1, 1]), size)
+        values = np.where(values < TINY, np.float32(0), values) * rng.choice(np.array([-1, 1], np.float32), size)
         quotient = values / factor
         found = nearest(jnp.where(quotient == 0, 0, off(quotient)), jnp.asarray(values), jnp.asarray(factor), 127)
         np.testing.assert_array_equal(np.asarray(found), np.clip(np.rint(quotient), -127, 127))

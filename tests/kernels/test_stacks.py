@@ -104,7 +104,7 @@ def scanned(x: jax.Array, stack: Any, remat: bool = False) -> jax.Array:
 
 def copies_of_codes(compiled: Any) -> list[str]:
     """Instructions that make an array of bytes, inside fusions or not."""
-    lines = re.findall(r"= [us]8\[[\d,]+\]\S* (?:copy|dynamic-slice|fusion|slice)\(.*", compiled.as_text())
+    lines = re.findall(r"= (?:[us]8|f8e4m3fn)\[[\d,]+\]\S* (?:copy|dynamic-slice|fusion|slice)\(.*", compiled.as_text())
     return [line for line in lines if "[]" not in line]
 
 
@@ -116,6 +116,9 @@ def copies_of_codes(compiled: Any) -> list[str]:
         {"dtype": "int8", "axis": 0, "activations": "int8"},
         {"dtype": "int4", "symmetric": False},
         {"dtype": "int4", "symmetric": False, "biased": True},
+        {"dtype": "mxfp4"},
+        {"dtype": "mxfp8"},
+        {"dtype": "nvfp4", "activations": "int8"},
     ],
     ids=str,
 )

@@ -93,6 +93,7 @@ class QuantizedArray(Packed, frozen=True):
     use_kernel: bool = True
     kernel_block: int | None = None
     kernel_offset: Any = None  # zero points (uint8) or biases of integers in blocks, laid out as the scale
+    kernel_factor: Any = None  # what multiplies all scales of a matrix, where kernels get these as they are stored
     kernel_offset_is_exact: bool = True  # or are values decoded with it rounded otherwise than by `materialize`?
     # Does every block bring its own scale, so that blocks of different arrays may follow each other?
     blocks_carry_scales: ClassVar[bool] = False

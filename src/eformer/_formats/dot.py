@@ -181,9 +181,9 @@ def _product(matrix: Any, x: Any, form: str, options: dict[str, Any]) -> Any:
         return _in_panels(matrix, x, form, **options)
     codes, scale = matrix.kernel_operands()
     return qmatmul(
-        x, codes, scale, offset=matrix.kernel_offset, fmt=matrix.kernel_format, form=form, cols=matrix.shape[-1],
-        block=matrix.kernel_block, preference="auto" if matrix.use_kernel else "xla", by_scale=matrix.carries_factor,
-        **options,
+        x, codes, scale, offset=matrix.kernel_offset, factor=matrix.kernel_factor, fmt=matrix.kernel_format, form=form,
+        cols=matrix.shape[-1], block=matrix.kernel_block, preference="auto" if matrix.use_kernel else "xla",
+        by_scale=matrix.carries_factor, **options,
     )  # fmt: skip
 
 
@@ -250,10 +250,10 @@ def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **
         q = q if order == [0, 1, 2] else _shapes.transpose(q, permutation=order)
     codes, scale = q.kernel_operands()
     return qragged_dot(
-        x, codes, scale, group_sizes, offset=q.kernel_offset, fmt=q.kernel_format, form=form, cols=q.shape[-1],
-        block=q.kernel_block, out_dtype=out, precision=params.get("precision"),
-        preference="auto" if q.use_kernel else "xla", by_scale=q.carries_factor,
-        **rounding,
+        x, codes, scale, group_sizes, offset=q.kernel_offset, factor=q.kernel_factor, fmt=q.kernel_format, form=form,
+        cols=q.shape[-1], block=q.kernel_block, precision=params.get("precision"), by_scale=q.carries_factor,
+        out_dtype=out,
+        preference="auto" if q.use_kernel else "xla", **rounding,
     )  # fmt: skip
 
 

@@ -109,7 +109,9 @@ def _rows(q: Any, axis: int, starts: Starts) -> jax.Array | None:
     last = q.ndim - 1 if q.blocked is None else blocked_axis(q)
     if q.kernel_format is None or not q.kernel_offset_is_exact or q.carries_factor or axis != last:
         return None
-    (codes, scale), offset = q.kernel_operands(), q.kernel_offset
+    if q.kernel_factor is not None and q.kernel_factor.size > 1:  # one for each table of a stack
+        q = q.with_plain_scale()
+    (codes, scale), offset, factor = q.kernel_operands(), q.kernel_offset, q.kernel_factor
     lead = [q.shape[a] for a in range(q.ndim) if a != axis]
     index = next(iter(starts.values()))
     if len(lead) > 1:  # a stack of tables: one long table
@@ -122,8 +124,9 @@ def _rows(q: Any, axis: int, starts: Starts) -> jax.Array | None:
             index = index * size + starts[a]
     notice_lookup(q, (*index.shape, q.shape[axis]))
     return qgather(
-        codes, scale, index, offset=offset, fmt=q.kernel_format, cols=q.shape[axis], block=q.kernel_block,
-        dtype=q.dtype, preference="auto" if q.use_kernel else "xla", in_bounds=True,
+        codes, scale, index, offset=offset, factor=None if factor is None else factor.reshape(1, 1),
+        fmt=q.kernel_format, cols=q.shape[axis], block=q.kernel_block, dtype=q.dtype,
+        preference="auto" if q.use_kernel else "xla", in_bounds=True,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ may stand in front of every array. A value of D is what its code stands for, tim
                             all of these: blocks = ceil(C/block), scale (R, blocks); intN has value = code - 2^(N-1),
                             int8_block stores that value. Of these two kinds a matrix may have an offset like its scale:
                             uint8, a zero point, D = (code - zero) * scale; floating, a bias, D = code * scale + bias
+                            a scale may be of bytes: uint8 is e8m0, 2^(byte - 127), 255 is NaN; float8_e4m3fn. All
+                            scales of a matrix may have one factor, float32 (1, 1). Neither goes with an offset
 
     int8                    codes int8  (R, C);         scale (R or 1, C or 1)
     fp8_e4m3 fp8_e5m2       codes uint8 (R, C);         scale (R or 1, C or 1)
@@ -53,6 +55,7 @@ FP4_CODEBOOK = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -
 IQ4_NL_CODEBOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 _BYTE, _INT8 = np.dtype(np.uint8), np.dtype(np.int8)
+BYTE_SCALES = (_BYTE, np.dtype(jnp.float8_e4m3fn))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,9 +189,12 @@ def one_of(what: str, value: Any, allowed: Any) -> None:
         raise ValueError(f"{what}={value!r} is unknown; allowed values are {', '.join(map(repr, allowed))}.")
 
 
-def check_storage(fmt: str, codes: Any, scale: Any, cols: int, block: int | None, offset: Any = None) -> int | None:
-    """Check codes, scale and offset against the layout of the format; return the block size."""
+def check_storage(
+    fmt: str, codes: Any, scale: Any, cols: int, block: int | None, offset: Any = None, factor: Any = None
+) -> int | None:
+    """Check codes, scale, offset and factor against the layout of the format; return the block size."""
     row = FORMATS[fmt]
+    _check_factor(row, scale, offset, factor)
     if codes.dtype != row.code_dtype or codes.ndim < row.core_ndim:
         raise ValueError(
             f"{fmt} codes must be {row.code_dtype} of rank {row.core_ndim} or more, got "
@@ -241,8 +247,20 @@ def _check_offset(row: Format, scale: Any, offset: Any) -> None:
         raise ValueError(f"the offset has shape {list(offset.shape)}; it needs that of the scale, {list(scale.shape)}.")
 
 
+def _check_factor(row: Format, scale: Any, offset: Any, factor: Any) -> None:
+    if offset is not None and (factor is not None or scale.dtype.itemsize == 1):
+        raise TypeError("a matrix with an offset has floating scales of 16 bits or more, and no factor.")
+    if factor is None:
+        return
+    if not row.blocked or factor.dtype != jnp.float32 or tuple(factor.shape[-2:]) != (1, 1):
+        raise ValueError(
+            f"a factor of the scales must be float32 (1, 1), for a format in blocks; got {factor.dtype}"
+            f"{list(factor.shape)} for {row.name}."
+        )
+
+
 def _check_scale(row: Format, scale: Any, batch: tuple[int, ...], full: tuple[int, ...]) -> None:
-    if not jnp.issubdtype(scale.dtype, row.scale_dtype):
+    if not jnp.issubdtype(scale.dtype, row.scale_dtype) and not (row.blocked and scale.dtype == jnp.uint8):
         kind = getattr(row.scale_dtype, "__name__", row.scale_dtype)
         raise TypeError(f"the scale of {row.name} must be {kind}, got {scale.dtype}; convert it with astype.")
     core, lead = tuple(scale.shape[-2:]), tuple(scale.shape[:-2])
@@ -261,6 +279,22 @@ def with_batch_of(codes: jax.Array, scale: jax.Array | None, fmt: str) -> jax.Ar
     if scale is None or scale.shape[:-2] == (batch := codes.shape[: -FORMATS[fmt].core_ndim]):
         return scale
     return jnp.broadcast_to(scale, (*batch, *scale.shape[-2:]))
+
+
+def scale_values(scale: jax.Array) -> jax.Array:
+    """A stored scale as numbers: bytes are e8m0, floats of 8 bits are widened, others are what they are.
+
+    >>> scale_values(jnp.array([0, 127, 130, 255], jnp.uint8)).tolist()[1:]
+    [1.0, 8.0, nan]
+    """
+    if scale.dtype == jnp.uint8:
+        return lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
+    return scale.astype(jnp.float32) if scale.dtype.itemsize == 1 else scale
+
+
+def float_scale(scale: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+    """The scale, times the factor of its matrix, as one array of floats."""
+    return scale_values(scale) if factor is None else scale_values(scale) * factor
 
 
 def entries(table: np.ndarray, codes: jax.Array, dtype: Any, shift: int = 0) -> jax.Array:

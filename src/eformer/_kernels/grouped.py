@@ -31,6 +31,7 @@ def qragged_dot(
     group_sizes: Any,
     *,
     offset: Any = None,
+    factor: Any = None,
     x_scale: Any = None,
     **options: Unpack[Options],
 ) -> jax.Array:
@@ -44,10 +45,11 @@ def qragged_dot(
     >>> qragged_dot(x, codes, scale, jnp.array([2, 0, 1]), fmt="int8", form="dot", cols=1)[:, 0]
     Array([1., 1., 3., 0.], dtype=float32)
     """
-    x, codes, scale, offset, sizes, x_scale = as_operands(x, codes, scale, offset, group_sizes, x_scale)
-    parameters = parameters_of(x, codes, scale, offset, **options)
+    x, codes, scale, offset, factor, x_scale = as_operands(x, codes, scale, offset, factor, x_scale)
+    (sizes,) = as_operands(group_sizes)
+    parameters = parameters_of(x, codes, scale, offset, factor, **options)
     _check_groups(parameters, x, codes, sizes)
-    numbers, x_scale = with_scales(parameters, x, codes, scale, offset, x_scale)
+    numbers, x_scale = with_scales(parameters, x, codes, [scale, offset, factor], x_scale)
     if 0 in (codes.shape[0], x.shape[0]):
         return jnp.zeros(*_result(parameters, x, codes)[0])
 
@@ -90,6 +92,7 @@ def _tiled(
     x_scale: Any = None,
     *,
     offset: Any = None,
+    factor: Any = None,
 ) -> jax.Array:
     """The product in plain JAX, one tile of one expert at a time."""
     parameters = problem.parameters
@@ -99,7 +102,7 @@ def _tiled(
 
     def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
         values, group, used, *scales = tile
-        numbers = [array[group] for array in (scale, offset) if array is not None]
+        numbers = [array[group] for array in (scale, offset, factor) if array is not None]
         # Inside shard_map both branches must vary over the same axes.
         axes = frozenset[str]().union(*map(varying_axes, (values, group, codes)))
         return None, lax.cond(
@@ -118,16 +121,21 @@ GROUPED_PRODUCT = Operation(
     result=_result,
     problem=lambda parameters, platform, x, codes, sizes, *scale: problem_of(parameters, platform, x, codes, *scale),
     candidates=(
-        Candidate("native_cpu", "native", cpu.refuses_product, cpu.qragged, takes_offsets=cpu.takes_offsets),
+        Candidate(
+            "native_cpu", "native", cpu.refuses_product, cpu.qragged, takes_offsets=cpu.takes_offsets,
+            takes_scales=cpu.takes_scales,
+        ),
         Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged, takes_offsets=always),
         Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
-        Candidate("xla", "xla", anything, _tiled, takes_offsets=always),
-        Candidate("native_cpu", "native", cpu.refuses_rounded, cpu.byte_ragged, rounds_x=True),
-        Candidate("xla", "xla", anything, _tiled, rounds_x=True, takes_offsets=always),
+        Candidate("xla", "xla", anything, _tiled, takes_offsets=always, takes_scales=always),
+        Candidate(
+            "native_cpu", "native", cpu.refuses_rounded, cpu.byte_ragged, rounds_x=True, takes_scales=cpu.takes_scales
+        ),
+        Candidate("xla", "xla", anything, _tiled, rounds_x=True, takes_offsets=always, takes_scales=always),
     ),
     batch=one_after_another,  # groups of different programs do not line up
     split=split_groups,
     sharded_like=product_sharded_like,
     scale_gradient=scale_gradient_of_groups,
     correction=offsets.of_groups,
-)
+)  # fmt: skip

@@ -23,6 +23,7 @@ def qgather(
     indices: Any,
     *,
     offset: Any = None,
+    factor: Any = None,
     fmt: str,
     cols: int,
     block: int | None = None,
@@ -42,8 +43,8 @@ def qgather(
     """
     one_of("fmt", fmt, FORMATS)
     one_of("preference", preference, PREFERENCES)
-    codes, indices, scale, offset = as_operands(codes, indices, scale, offset)
-    block = check_storage(fmt, codes, scale, cols, block, offset)
+    codes, indices, scale, offset, factor = as_operands(codes, indices, scale, offset, factor)
+    block = check_storage(fmt, codes, scale, cols, block, offset, factor)
     if codes.ndim != FORMATS[fmt].core_ndim:
         raise ValueError(f"qgather takes one matrix, got codes of shape {list(codes.shape)}; use vmap for batch axes.")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -51,9 +52,10 @@ def qgather(
     if 0 in (*indices.shape, *codes.shape):
         return jnp.zeros((*indices.shape, cols), dtype)
     kind = None if offset is None else np.dtype(offset.dtype)
-    parameters = Parameters(fmt, "lookup", cols, block, np.dtype(dtype), preference=preference, offset=kind)
+    how: Any = {"preference": preference, "offset": kind, "factored": factor is not None}
+    parameters = Parameters(fmt, "lookup", cols, block, np.dtype(dtype), **how)
     indices = indices if in_bounds else _inside(indices, codes.shape[0])
-    return LOOKUP.bind(parameters, codes, indices, *(array for array in (scale, offset) if array is not None))
+    return LOOKUP.bind(parameters, codes, indices, *(array for array in (scale, offset, factor) if array is not None))
 
 
 def _inside(indices: jax.Array, rows: int) -> jax.Array:
@@ -97,7 +99,10 @@ LOOKUP = Operation(
     result=lambda parameters, codes, indices, *scale: [((*indices.shape, parameters.cols), parameters.out_dtype)],
     problem=_problem,
     candidates=(
-        Candidate("native_cpu", "native", cpu.refuses_gather, cpu.qgather, takes_offsets=cpu.takes_offsets),
+        Candidate(
+            "native_cpu", "native", cpu.refuses_gather, cpu.qgather, takes_offsets=cpu.takes_offsets,
+            takes_scales=cpu.takes_scales,
+        ),
         Candidate("native_cuda", "native", cuda.refuses_gather, cuda.qgather, takes_offsets=always),
         Candidate("pallas_tpu", "native", tpu.refuses_gather, tpu.qgather),
         Candidate("xla", "xla", anything, _decoded, takes_offsets=always),
@@ -107,4 +112,4 @@ LOOKUP = Operation(
     sharded_like=lambda _, codes, indices, *scale: [*((indices, i) for i in range(indices.ndim)), (codes, 1)],
     arrange=_with_flat_indices,
     derivative="refused",
-)
+)  # fmt: skip

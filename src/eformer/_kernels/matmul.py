@@ -41,13 +41,15 @@ def qmatmul(
     scale: Any,
     *,
     offset: Any = None,
+    factor: Any = None,
     x_scale: Any = None,
     out_sharding: Any = None,
     **options: Unpack[Options],
 ) -> jax.Array:
     """x @ D.T (`form="dot"`) or x @ D (`form="axpy"`) for the matrix D of `cols` columns stored in codes and scale.
 
-    `offset` holds zero points or biases of blocks of integers, in the shape of the scale; `formats` says which.
+    `offset` holds zero points or biases of blocks of integers, in the shape of the scale, `factor` what multiplies all
+    scales of a matrix; `formats` says which.
     x is (..., K) for one matrix, (batch..., M, K) when the codes have batch axes. The result has dtype `out_dtype`, by
     default that of x; sums are accumulated in float32 or wider. `out_sharding` is for meshes with explicit axes:
     without it rows are sharded as those of x, columns as those of D. With `activations` rows of x are rounded to 8 bits
@@ -57,14 +59,14 @@ def qmatmul(
     >>> qmatmul(jnp.array([1.0, 10.0]), codes, jnp.full((1, 1), 0.5), fmt="int8", form="dot", cols=2)
     Array([-9.5, 21.5], dtype=float32)
     """
-    x, codes, scale, offset, x_scale = as_operands(x, codes, scale, offset, x_scale)
+    x, codes, scale, offset, factor, x_scale = as_operands(x, codes, scale, offset, factor, x_scale)
     if options.get("out_dtype") is None:
         options["out_dtype"] = result_dtype(x)  # depends on settings of JAX, so it is part of what is remembered
     if isinstance(precision := options.get("precision"), list):
         options["precision"] = tuple(precision)
-    types = (None if o is None else jax.typeof(o) for o in (x, codes, scale, offset))
+    types = (None if o is None else jax.typeof(o) for o in (x, codes, scale, offset, factor))
     parameters = _checked(*types, tuple(options.items()))
-    numbers, x_scale = with_scales(parameters, x, codes, scale, offset, x_scale)
+    numbers, x_scale = with_scales(parameters, x, codes, [scale, offset, factor], x_scale)
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
         if x.ndim > 1:  # axes of rows stay apart, so that each may be split over devices
@@ -89,17 +91,19 @@ def _bound(parameters: Parameters, x: Any, codes: Any, numbers: Any, x_scale: An
 
 
 @functools.lru_cache(maxsize=4096)
-def _checked(x: Any, codes: Any, scale: Any, offset: Any, options: tuple[tuple[str, Any], ...]) -> Parameters:
+def _checked(
+    x: Any, codes: Any, scale: Any, offset: Any, factor: Any, options: tuple[tuple[str, Any], ...]
+) -> Parameters:
     """The parameters of a product of operands of these types, if they fit: found once, then remembered."""
-    parameters = parameters_of(x, codes, scale, offset, **dict(options))
+    parameters = parameters_of(x, codes, scale, offset, factor, **dict(options))
     check_x(parameters, x, codes)
     return parameters
 
 
 def with_scales(
-    parameters: Parameters, x: Any, codes: Any, scale: Any, offset: Any, x_scale: Any
+    parameters: Parameters, x: Any, codes: Any, numbers: list[Any], x_scale: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Scale and offset with the batch axes of the codes, and the scale of x, as far as they exist.
+    """The scale, and what belongs to it, with the batch axes of the codes, and the scale of x, as far as they exist.
 
     Products that round x have a scale always.
     """
@@ -110,9 +114,9 @@ def with_scales(
                 f"{list(x.shape)}: it has one number per row, {list(x.shape[:-1])}, and needs activations."
             )
         x_scale = x_scale.astype(activations.wide(x.dtype))
-    if scale is None and (parameters.activations or parameters.backward):
-        scale = jnp.ones((1, 1), jnp.float32)
-    numbers = [with_batch_of(codes, array, parameters.fmt) for array in (scale, offset) if array is not None]
+    if numbers[0] is None and (parameters.activations or parameters.backward):
+        numbers = [jnp.ones((1, 1), jnp.float32)]
+    numbers = [with_batch_of(codes, array, parameters.fmt) for array in numbers if array is not None]
     return numbers, [] if x_scale is None else [x_scale]
 
 
@@ -202,12 +206,12 @@ def _one_matrix_at_a_time(run: Callable[..., jax.Array]) -> Callable[..., jax.Ar
     """`run` for one matrix, in a loop over the batch axes: only one decoded panel exists at any time."""
 
     @functools.wraps(run)
-    def looped(problem: Problem, *operands: jax.Array, **offset: jax.Array) -> jax.Array:
+    def looped(problem: Problem, *operands: jax.Array, **extras: jax.Array) -> jax.Array:
         if not problem.batch:
-            return run(problem, *operands, **offset)
+            return run(problem, *operands, **extras)
         one = problem.replace(batch=())
         count, axes = math.prod(problem.batch), len(problem.batch)
-        flat = jax.tree.map(lambda operand: operand.reshape(count, *operand.shape[axes:]), (operands, offset))
+        flat = jax.tree.map(lambda operand: operand.reshape(count, *operand.shape[axes:]), (operands, extras))
         y = lax.map(lambda given: run(one, *given[0], **given[1]), flat)
         return y.reshape(*problem.batch, *y.shape[1:])
 
@@ -245,9 +249,9 @@ def _rounding_x(problem: Problem, *operands: Any) -> jax.Array:
     return activations.qmatmul(PRODUCT.compute, problem, *operands)
 
 
-def _as_floats(problem: Problem, *operands: Any) -> jax.Array:
+def _as_floats(problem: Problem, *operands: Any, **extras: Any) -> jax.Array:
     """Rows rounded to fp8 are an x of floats to the kernels for the CPU."""
-    return activations.qmatmul(cpu.qmatmul, problem, *operands, sums_of=cpu.qmatmul)
+    return activations.qmatmul(functools.partial(cpu.qmatmul, **extras), problem, *operands, sums_of=cpu.qmatmul)
 
 
 # Up to this many values both paths in JAX take about as long, and the reference compiles faster.
@@ -270,6 +274,7 @@ PRODUCT = Operation(
         Candidate(
             "native_cpu", "native", cpu.refuses_product, cpu.qmatmul,
             in_stack=cpu.qmatmul, takes_stacks=cpu.takes_stacks, takes_offsets=cpu.takes_offsets,
+            takes_scales=cpu.takes_scales,
         ),
         Candidate("xla_batch", "xla", xla.refuses_batch, xla.batched_qmatmul),
         Candidate(
@@ -284,13 +289,16 @@ PRODUCT = Operation(
         Candidate("reference", "reference", anything, reference, takes_offsets=always),
         Candidate(
             "native_cpu", "native", cpu.refuses_rounded, cpu.byte_matmul, rounds_x=True,
-            in_stack=cpu.byte_matmul, takes_stacks=cpu.takes_stacks,
+            in_stack=cpu.byte_matmul, takes_stacks=cpu.takes_stacks, takes_scales=cpu.takes_scales,
         ),
         Candidate(
             "native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True,
             in_stack=cuda.byte_matmul, supports_in_stack=cuda.refuses_rounded_in_stack,
         ),
-        Candidate("native_cpu", "native", cpu.refuses_floats, _one_matrix_at_a_time(_as_floats), rounds_x=True),
+        Candidate(
+            "native_cpu", "native", cpu.refuses_floats, _one_matrix_at_a_time(_as_floats), rounds_x=True,
+            takes_scales=cpu.takes_scales,
+        ),
         Candidate("xla", "xla", anything, _one_matrix_at_a_time(_rounding_x), rounds_x=True),
         Candidate("reference", "reference", anything, _rounding_reference, rounds_x=True, takes_offsets=always),
     ),

@@ -1,8 +1,8 @@
 """An operation of the compute layer, declared once: everything JAX has to know of its primitive.
 
 Products, grouped products, lookups, attention and the NF4 encoder are declarations. The operands of the first three end
-with the scale, which is left out where there is none; behind it there may be an offset, and the scale of x.
-Implementations take them in the same order, but for the offset, which has a name: `offset=`.
+with the scale, which is left out where there is none; behind it there may be an offset or a factor, and the scale of x.
+Implementations take them in the same order, but for offset and factor, which have names: `offset=`, `factor=`.
 """
 
 from __future__ import annotations
@@ -106,22 +106,25 @@ class Operation:
 
     def compute(self, problem: Problem, *operands: Any) -> Any:
         chosen = choose(self.candidates, problem, self.correction is not None)[0]
-        if problem.offset is None:
+        if not problem.extras and not problem.stores_scale:
             return self.arrange(chosen.run, problem, *operands)
-        return self.arrange(functools.partial(self._with_offset, chosen), problem, *operands)
+        return self.arrange(functools.partial(self._with_extras, chosen), problem, *operands)
 
-    def _with_offset(self, chosen: Candidate, problem: Problem, *operands: Any) -> Any:
-        at = len(self.operands)
-        others, offset = (*operands[:at], *operands[at + 1 :]), operands[at]
-        if chosen.takes_offsets(problem):
-            return chosen.run(problem, *others, offset=offset)
+    def _with_extras(self, chosen: Candidate, problem: Problem, *operands: Any) -> Any:
+        """What belongs to the scale is handed over by name, and stored scales as the implementation takes them."""
+        at, names = len(self.operands), problem.extras
+        extras = dict(zip(names, operands[at : at + len(names)], strict=True))
+        others = [*operands[:at], *operands[at + len(names) :]]
+        if problem.offset is None or chosen.takes_offsets(problem):
+            seen, others[at - 1], extras = chosen.given(problem, others[at - 1], extras)
+            return chosen.run(seen, *others, **extras)
         assert self.correction is not None  # or the candidate would have been refused
         y = chosen.run(problem.symmetric(), *others)
         return (y + self.correction(problem, *operands)).astype(problem.out_dtype)
 
     def _names(self, parameters: Parameters) -> tuple[str, ...]:
         """Of the operands, but for the scale of x."""
-        return self.operands if parameters.offset is None else (*self.operands, "offset")
+        return (*self.operands, *parameters.extras)
 
     def _types(self, *operands: Any, parameters: Parameters) -> Any:
         made = self.result(parameters, *operands)
@@ -150,7 +153,7 @@ class Operation:
         names = self._names(parameters)
         held = primals[: len(names)]  # without the scale of x
         floats = [i for i, operand in enumerate(held) if jnp.issubdtype(operand.dtype, jnp.inexact)]
-        together = [[i for i in floats if names[i] in group] for group in (("x",), ("scale", "offset"))]
+        together = [[i for i in floats if names[i] in group] for group in (("x",), ("scale", "offset"), ("factor",))]
         moving = [group for group in together if group]
 
         def term(order: int) -> Any:

@@ -46,7 +46,7 @@ class Parameters:
     `form` is "dot" or "axpy" for products, else the name of what is done: "lookup", "encode". `activations` says what x
     is rounded to before a product, `backward` what the gradient of its result is rounded to (see `activations.py`).
     `by_scale` says that the scale may be differentiated. `offset` is the type of an operand of that name, if there is
-    one: uint8 for zero points, floating for biases (see `formats`).
+    one: uint8 for zero points, floating for biases (see `formats`); `factored` says that there is one called factor.
     """
 
     fmt: str
@@ -60,14 +60,20 @@ class Parameters:
     backward: str | None = None
     by_scale: bool = False
     offset: np.dtype | None = None
+    factored: bool = False
 
     @property
     def format(self) -> Format:
         return FORMATS[self.fmt]
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The operands behind the scale that belong to it."""
+        return ("factor",) if self.factored else () if self.offset is None else ("offset",)
+
     def apart(self, numbers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The operands from the scale on: scale and offset, and the scale of x, as far as they exist."""
-        count = 1 if self.offset is None else 2
+        """The operands from the scale on: the scale and its extras, and the scale of x, as far as they exist."""
+        count = 1 + len(self.extras)
         return list(numbers[:count]), list(numbers[count:])
 
     def common(self) -> dict[str, Any]:
@@ -137,6 +143,15 @@ class Problem(Parameters):
         return 0 in (*self.batch, self.m, self.rows, self.cols)
 
     @property
+    def stores_scale(self) -> bool:
+        """Is the scale something else than an array of numbers to multiply with: bytes, or with a factor?"""
+        return self.factored or (self.scale_dtype is not None and self.scale_dtype.itemsize == 1)
+
+    def with_float_scale(self) -> Problem:
+        """The same with the scale that `formats.float_scale` makes."""
+        return self.replace(scale_dtype=_F32, factored=False)
+
+    @property
     def scaled_both_ways(self) -> bool:
         """Is there a factor for every value? One for rows or for columns can be kept out of the decoded matrix."""
         return not self.format.blocked and self.scale_shape is not None and 1 not in self.scale_shape
@@ -161,7 +176,7 @@ class Problem(Parameters):
 
 def problem_of(parameters: Parameters, platform: str, x: Any, codes: Any, scale: Any = None, *rest: Any) -> Problem:
     """The product of these operands (arrays or types)."""
-    del rest  # an offset has the shape of the scale
+    del rest  # an offset has the shape of the scale, a factor one number
     batch = parameters.format.batch_of(codes)
     return Problem(
         **parameters.common(),
@@ -185,6 +200,7 @@ def parameters_of(
     codes: Any,
     scale: Any,
     offset: Any = None,
+    factor: Any = None,
     *,
     fmt: str,
     form: str,
@@ -203,12 +219,13 @@ def parameters_of(
     one_of("preference", preference, PREFERENCES)
     one_of("activations", activations, (None, *ACTIVATIONS))
     one_of("backward", backward, (None, *ACTIVATIONS))
-    block = check_storage(fmt, codes, scale, cols, block, offset)
+    block = check_storage(fmt, codes, scale, cols, block, offset, factor)
     out_dtype = result_dtype(x) if out_dtype is None else out_dtype
     precision = tuple(precision) if isinstance(precision, list) else precision
     kind = None if offset is None else np.dtype(offset.dtype)
+    out = np.dtype(out_dtype)
     return Parameters(
-        fmt, form, cols, block, np.dtype(out_dtype), precision, preference, activations, backward, by_scale, kind
+        fmt, form, cols, block, out, precision, preference, activations, backward, by_scale, kind, factor is not None
     )
 
 
@@ -217,9 +234,11 @@ def result_dtype(x: Any) -> Any:
     return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, jnp.float32)
 
 
-def product_problem(x: Any, codes: Any, scale: Any, platform: str, *, offset: Any = None, **options: Any) -> Problem:
+def product_problem(
+    x: Any, codes: Any, scale: Any, platform: str, *, offset: Any = None, factor: Any = None, **options: Any
+) -> Problem:
     """The problem that `qmatmul` makes of these arguments on a platform."""
-    return problem_of(parameters_of(x, codes, scale, offset, **options), platform, x, codes, scale)
+    return problem_of(parameters_of(x, codes, scale, offset, factor, **options), platform, x, codes, scale)
 
 
 def out_shape(parameters: Parameters, x: Any, codes: Any) -> tuple[int, ...]:

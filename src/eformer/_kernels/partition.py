@@ -286,7 +286,7 @@ def _local_problem(problem: Problem, rule: Rule, plan: Plan, x: Any, codes: Any,
 
 
 def _product_rule(problem: Problem, batch: Factors, rows: Factors, x_scaled: bool) -> Rule:
-    """x, codes, scale (offset, scale of x) -> y, all with the batch axes in front, x and y with these axes of rows."""
+    """x, codes, scale (extras, scale of x) -> y, all with the batch axes in front, x and y with these axes of rows."""
     wide, factors, stored, scale = _stored_labels(problem)
     lead, m = (tuple(name for name, _ in named) for named in (batch, rows))
     k, out = (wide, "r") if problem.form == "dot" else ("r", wide)
@@ -296,7 +296,7 @@ def _product_rule(problem: Problem, batch: Factors, rows: Factors, x_scaled: boo
 
 
 def _stored_labels(problem: Problem) -> tuple[str, Factors, tuple[str, ...], list[tuple[str, ...]]]:
-    """The label of columns, the factors r (rows) and q (groups of columns), labels of codes, of scale and offset."""
+    """The label of columns, the factors r (rows) and q (groups of columns), labels of codes, of scale and extras."""
     group = _group(problem)
     groups = problem.cols // group
     # Shardy refuses a product of factors one of which has size 1.
@@ -304,7 +304,7 @@ def _stored_labels(problem: Problem) -> tuple[str, Factors, tuple[str, ...], lis
     blocked = problem.format.blocked
     scale: list[tuple[str, ...]] = []
     if problem.scale_shape is not None and blocked:
-        scale = [("r", "q")] * (1 if problem.offset is None else 2)
+        scale = [("r", "q")] * (1 if problem.offset is None else 2) + [("u", "v")] * problem.factored
     elif problem.scale_shape is not None:  # an axis of size 1 serves all rows or columns
         per_row, per_column = problem.scale_shape[0] == problem.rows, problem.scale_shape[1] != 1
         scale = [("r" if per_row else "u", wide if per_column else "v")]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from eformer import _settings
 
+from .formats import float_scale
 from .parameters import Problem
 
 _nf4: contextvars.ContextVar[bool] = contextvars.ContextVar("eformer_nf4_use_kernel", default=True)
@@ -29,7 +30,8 @@ class Candidate:
     `explain` says when it is chosen. Products that round x have rows of their own, those with `rounds_x`. `in_stack` is
     `run` for one entry of a stack, given as `index`, where there is such a kernel; `takes_stacks` says if it is there,
     and `supports_in_stack` is `supports` for it, where others differ: they copy the entry.
-    `takes_offsets` says if both multiply or decode with the offset of a problem, given as `offset`.
+    `takes_offsets` says if both multiply or decode with the offset of a problem, given as `offset`, and `takes_scales`
+    if they do so with scales as they are stored, a factor of them being given as `factor`.
     """
 
     name: str
@@ -42,6 +44,16 @@ class Candidate:
     takes_stacks: Callable[[], bool] = lambda: True
     supports_in_stack: Callable[[Any], str | None] | None = None
     takes_offsets: Callable[[Any], bool] = lambda problem: False
+    takes_scales: Callable[[Any], bool] = lambda problem: False
+
+    def sees(self, problem: Problem) -> Problem:
+        """The problem with scales as the candidate takes them."""
+        return problem.with_float_scale() if problem.stores_scale and not self.takes_scales(problem) else problem
+
+    def given(self, problem: Problem, scale: Any, extras: Mapping[str, Any]) -> tuple[Problem, Any, dict[str, Any]]:
+        """That problem, its scale, and what belongs to the scale."""
+        seen, extras = self.sees(problem), dict(extras)
+        return seen, scale if seen is problem else float_scale(scale, extras.pop("factor", None)), extras
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +74,7 @@ def anything(problem: Problem) -> None:
 
 
 def always(problem: Problem) -> bool:
-    """`takes_offsets` of an implementation that does."""
+    """`takes_offsets` or `takes_scales` of an implementation that does."""
     del problem
     return True
 
@@ -86,7 +98,7 @@ def choose(candidates: Sequence[Candidate], problem: Problem, corrected: bool = 
     for candidate in ranked:
         off = refusal(problem.fmt) if candidate.kind == "native" else None
         added = problem.offset is not None and not candidate.takes_offsets(problem)
-        why = off or candidate.supports(problem.symmetric() if added else problem)
+        why = off or candidate.supports(problem.symmetric() if added else candidate.sees(problem))
         why = "it has no kernel for zero points and biases" if why is None and added and not corrected else why
         if why is None:
             reason = candidate.why or f"quickest implementation for {problem.fmt} on {problem.platform}"

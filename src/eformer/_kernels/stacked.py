@@ -19,12 +19,12 @@ from eformer._jax import avals
 
 from .operation import Operation
 from .parameters import Parameters, Problem
-from .select import Candidate
+from .select import Candidate, always
 
 
 def operands_of(parameters: Parameters, x: Any, codes: Any, *numbers: Any) -> list[Any] | None:
-    """The stack of the codes, the index and the stacks of scales and offsets, where these are noted to be slices of one
-    entry."""
+    """The stack of the codes, the index and the stacks of scales and what belongs to them, where these are noted to be
+    slices of one entry."""
     found = [_stacks.place_of(array) for array in (codes, *numbers)]
     places = [place for place in found if place is not None]
     if len(places) < len(found) or parameters.by_scale or parameters.backward or avals.typed_by_a_mesh(x, codes):
@@ -35,7 +35,7 @@ def operands_of(parameters: Parameters, x: Any, codes: Any, *numbers: Any) -> li
 
 
 def _taken(parameters: Parameters, codes: Any, index: Any, *rest: Any) -> list[Any]:
-    """Codes, scale and offset of the entry, and the scale of x, which is in no stack."""
+    """Codes, scale and its extras of the entry, and the scale of x, which is in no stack."""
     numbers, of_x = parameters.apart(rest)
     return [*(_entry(array, index) for array in (codes, *numbers)), *of_x]
 
@@ -54,14 +54,19 @@ def _types(parameters: Parameters, codes: Any, index: Any, *rest: Any) -> list[A
 def _reads_stacks(candidate: Candidate) -> Candidate:
     """The implementation for stacks: its own, or the one for single entries on what is taken out."""
 
-    def run(problem: Problem, x: Any, codes: Any, index: Any, scale: Any = None, *rest: Any, **offset: Any) -> Any:
-        if candidate.in_stack is not None and candidate.takes_stacks():
-            return candidate.in_stack(problem, x, codes, scale, *rest, index=index, **offset)
+    def run(problem: Problem, x: Any, codes: Any, index: Any, scale: Any = None, *rest: Any, **extras: Any) -> Any:
+        in_place = candidate.in_stack is not None and candidate.takes_stacks() and candidate.sees(problem) is problem
+        if candidate.in_stack is not None and in_place:
+            return candidate.in_stack(problem, x, codes, scale, *rest, index=index, **extras)
         taken = None if scale is None else _entry(scale, index)
-        offset = {name: _entry(array, index) for name, array in offset.items()}
-        return candidate.run(problem, x, _entry(codes, index), taken, *rest, **offset)
+        extras = {name: _entry(array, index) for name, array in extras.items()}
+        problem, taken, extras = candidate.given(problem, taken, extras)
+        return candidate.run(problem, x, _entry(codes, index), taken, *rest, **extras)
 
-    return dataclasses.replace(candidate, run=run, supports=candidate.supports_in_stack or candidate.supports)
+    def supports(problem: Problem) -> str | None:
+        return (candidate.supports_in_stack or candidate.supports)(candidate.sees(problem))
+
+    return dataclasses.replace(candidate, run=run, supports=supports, takes_scales=always)
 
 
 def in_stack(product: Operation) -> Operation:

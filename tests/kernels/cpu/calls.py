@@ -40,7 +40,7 @@ class Call:
     @property
     def problem(self) -> Problem:
         case, options = self.case, {"form": self.form, "out_dtype": self.out_dtype}
-        options |= {"fmt": case.fmt, "cols": case.cols, "offset": case.offset}
+        options |= {"fmt": case.fmt, "cols": case.cols, "offset": case.offset, "factor": case.factor}
         return product_problem(self.x, case.codes, case.scale, "cpu", **options)
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ def compute(calls: list[Call]) -> list[np.ndarray]:
     def program(poison: list[jax.Array], operands: list[tuple[Any, ...]]) -> list[jax.Array]:
         del poison
         return [
-            cpu.qmatmul(problem, *given[:3], offset=given[3], isa=call.isa, threads=call.threads)
+            cpu.qmatmul(problem, *given[:3], offset=given[3], factor=given[4], isa=call.isa, threads=call.threads)
             for problem, given, call in zip(problems, operands, calls, strict=True)
         ]
 
-    operands = [(jnp.asarray(c.x), c.case.codes, c.case.scale, c.case.offset) for c in calls]
+    operands = [(jnp.asarray(c.x), c.case.codes, c.case.scale, c.case.offset, c.case.factor) for c in calls]
     pairs = zip(problems, calls, strict=True)
     poison = poisoned(*((out_shape(p, call.x, call.case.codes), p.out_dtype) for p, call in pairs))
     before = {array.unsafe_buffer_pointer() for array in poison}

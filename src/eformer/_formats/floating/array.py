@@ -12,7 +12,7 @@ from jax import lax
 
 from eformer._core import aux_field
 from eformer._jax import traces
-from eformer._kernels.formats import FORMATS, one_of
+from eformer._kernels.formats import BYTE_SCALES, FORMATS, float_scale, one_of
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
@@ -120,14 +120,24 @@ class ArrayFloat(QuantizedArray):
 
     def float_scale(self) -> Any:
         """The scale of the blocks and that of the tensor as one array of numbers."""
-        scale = codec.scale_values(self.part(self.scale_part))
-        return scale if self.tensor_scale is None else scale * self.tensor_scale
+        return float_scale(self.part(self.scale_part), self.tensor_scale)
+
+    @property
+    def has_byte_scales(self) -> bool:
+        """Are scales of blocks bytes, with one factor at most for a matrix? So kernels take them as they are stored."""
+        whole = self.tensor_scale
+        of_matrix = whole is None or (whole.dtype == jnp.float32 and whole.shape[-2:] == (1, 1))
+        return self.axis is not None and of_matrix and self.part(self.scale_part).dtype in BYTE_SCALES
 
     def frozen_scale(self) -> Any:
         return self.part(self.scale_part) if self.carries_factor else frozen(self.float_scale(), self.format)
 
     def kernel_operands(self) -> tuple[jax.Array, Any]:
-        return self.codes, self.float_scale()
+        return self.codes, self.part(self.scale_part) if self.has_byte_scales else self.float_scale()
+
+    @property
+    def kernel_factor(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.tensor_scale if self.has_byte_scales else None
 
     def with_factor(self, scale: jax.Array, **changes: Any) -> ArrayFloat:
         return super().with_factor(scale, **{"tensor_scale": self._ones(), **changes})

@@ -17,7 +17,8 @@ Elements are rounded to the nearest, a tie to the even code, and beyond the larg
 - fp8: NaN stays NaN, alone. An infinity is one in e5m2; e4m3 has none, there it is NaN. Neither counts in amax.
 - The other kinds: NaN or an infinity anywhere in a block makes its scale NaN (255 in e8m0): all of it decodes to NaN.
 - Where all values are 0 they decode to 0, a negative one to -0 (but IQ4_NL has no -0).
-- e8m0 has the values 2**-127 to 2**127 and NaN. A code of -1 to 1 times 2**-127 is no normal f32 and may decode to 0.
+- e8m0 has the values 2**-127 to 2**127 and NaN. A code of -1 to 1 times 2**-127 is no normal f32 and may decode to 0;
+  products and lookups by kernels may take that scale for 0.
 - An f32 scale below 2**-126 is 0, an f16 one saturates at 65504, and an e4m3 one at 448.
 """
 
@@ -85,17 +86,6 @@ def check_block_size(size: Any, kind: str) -> int | None:
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
-
-
-def scale_values(scale: jax.Array) -> jax.Array:
-    """A stored scale as numbers: bytes are e8m0, floats of 8 bits are widened, others are what they are.
-
-    >>> scale_values(jnp.array([0, 127, 130, 255], jnp.uint8)).tolist()[1:]
-    [1.0, 8.0, nan]
-    """
-    if scale.dtype == jnp.uint8:
-        return lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu).astype(jnp.float32)
-    return scale.astype(jnp.float32) if scale.dtype.itemsize == 1 else scale
 
 
 @functools.partial(jax.jit, static_argnames=("element", "axis", "size", "dtype"))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..formats import BYTE_SCALES
 from ..native import (
     FLOATS,
     Limits,
@@ -27,7 +28,7 @@ LIBRARY = library_of(
     "cpu",
     compiler="C++ compiler",
     package=__name__,
-    abi=4,
+    abi=5,
     targets={
         "qmatmul": "EformerQmatmul",
         "ragged": "EformerRagged",
@@ -88,7 +89,8 @@ FORMATS += ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3_block", "fp8_e5m2_block")
 UNPACKED = ("int2", "int3", "int5", "int6")  # unpacked to the bytes of int8_block
 FORMATS += UNPACKED
 OLDER = "its library is older than the format: build it again"
-LIMITS = Limits(FORMATS, block=2, arithmetic="its own: products and sums in float32")
+SCALES = (*FLOATS, *BYTE_SCALES)
+LIMITS = Limits(FORMATS, scales=SCALES, block=2, arithmetic="its own: products and sums in float32")
 
 
 def refuses_product(problem: Problem) -> str | None:
@@ -96,7 +98,7 @@ def refuses_product(problem: Problem) -> str | None:
 
 
 # Products whose x is rounded. Blocks must not cut a panel of the kernels, or four bytes of codes.
-BYTE_LIMITS = Limits((*FORMATS[:8], *UNPACKED), arithmetic="its own: exact sums of integers")
+BYTE_LIMITS = Limits((*FORMATS[:8], *UNPACKED), scales=SCALES, arithmetic="its own: exact sums of integers")
 BYTE_PANEL, MOST_BYTE_PRODUCTS = 256, 1 << 17
 
 
@@ -166,6 +168,15 @@ def takes_offsets(problem: Problem) -> bool:
     return problem.offset in (np.uint8, *FLOATS)
 
 
+def takes_scales(problem: Problem) -> bool:
+    return problem.scale_dtype in SCALES
+
+
+def _numbers(factor: Any) -> Any:
+    """A factor for each matrix, along one axis."""
+    return None if factor is None else factor.reshape(-1)
+
+
 def qmatmul(
     problem: Problem,
     x: jax.Array,
@@ -173,13 +184,14 @@ def qmatmul(
     scale: Any = None,
     *,
     offset: Any = None,
+    factor: Any = None,
     index: Any = None,
     **how: Any,
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
     stacked = index is not None
     operands = in_one_batch_axis(problem, x, codes, scale, stacked=stacked)
-    operands.append(offset_in_one_batch_axis(problem, offset, stacked=stacked))
+    operands += [_numbers(factor), offset_in_one_batch_axis(problem, offset, stacked=stacked)]
     return _products(problem, "qmatmul", x.shape, operands, index, how)
 
 
@@ -191,18 +203,28 @@ def qragged(
     scale: Any = None,
     *,
     offset: Any = None,
+    factor: Any = None,
     **how: Any,
 ) -> jax.Array:
     """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
-    operands = [x, codes, scale, offset, group_sizes.astype(jnp.int32)]
+    operands = [x, codes, scale, _numbers(factor), offset, group_sizes.astype(jnp.int32)]
     return _product(problem, "ragged", (x.shape[0], problem.outs), operands, 1, how)
 
 
 def byte_matmul(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, x_scale: Any = None, *, index: Any = None, **how: Any
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: Any,
+    x_scale: Any = None,
+    *,
+    factor: Any = None,
+    index: Any = None,
+    **how: Any,
 ) -> jax.Array:
     """The product of one problem whose x is rounded to int8."""
     operands = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=index is not None)
+    operands.insert(3, _numbers(factor))
     return _products(problem, "byte_matmul", x.shape, operands, index, how)
 
 
@@ -218,9 +240,17 @@ def _products(
 
 
 def byte_ragged(
-    problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any, x_scale: Any = None, **how: Any
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    sizes: jax.Array,
+    scale: Any,
+    x_scale: Any = None,
+    *,
+    factor: Any = None,
+    **how: Any,
 ) -> jax.Array:
-    operands = [x, codes, scale, sizes.astype(jnp.int32), x_scale]
+    operands = [x, codes, scale, _numbers(factor), sizes.astype(jnp.int32), x_scale]
     return _product(problem, "byte_ragged", (x.shape[0], problem.outs), operands, 1, how)
 
 
@@ -234,12 +264,20 @@ def _product(
 
 
 def qgather(
-    problem: Problem, codes: jax.Array, indices: jax.Array, scale: Any = None, *, offset: Any = None, **how: Any
+    problem: Problem,
+    codes: jax.Array,
+    indices: jax.Array,
+    scale: Any = None,
+    *,
+    offset: Any = None,
+    factor: Any = None,
+    **how: Any,
 ) -> jax.Array:
     """Decoded rows for indices (n,) inside the table."""
     result = ((indices.shape[0], problem.cols), problem.out_dtype)
     attributes = {**storage_attributes(problem), **_how(math.prod(result[0]), **how)}
-    (rows,) = call(LIBRARY, "gather", [result], [codes, scale, offset, indices.astype(jnp.int32)], **attributes)
+    operands = [codes, scale, _numbers(factor), offset, indices.astype(jnp.int32)]
+    (rows,) = call(LIBRARY, "gather", [result], operands, **attributes)
     return rows
 
 
