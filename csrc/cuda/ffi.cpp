@@ -111,11 +111,11 @@ ffi::Error qmatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   return product(stream, x, *y, p, tiles, splits);
 }
 
-ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
-                ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
-                int64_t outs, int64_t splits, int64_t rest, int64_t rest_splits) {
-  WideProduct w{};
-  Product& p = w.p;
+// What the kernels in both forms get of a product.
+ffi::Error both_forms(ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::Buffer<ffi::S32> index,
+                      ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+                      int64_t splits, WideProduct* w) {
+  Product& p = w->p;
   if (ffi::Error e = matrices(codes, scale, fmt, cols, block, &p.d); e.failure()) return e;
   if (ffi::Error e = offsets(offset, scale, &p.d); e.failure()) return e;
   const auto xd = x.dimensions(), yd = y->dimensions();
@@ -130,9 +130,26 @@ ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi
     return invalid("scales along the contracted axis belong into x.");
   p.x = static_cast<const uint8_t*>(x.untyped_data()), p.x_dtype = *x_type, p.m = xd[1];
   p.y = y->untyped_data(), p.y_dtype = *y_type, p.splits = static_cast<int>(splits);
-  w.axpy = axpy != 0, w.width = static_cast<int>(width), w.outs = static_cast<int>(outs);
-  w.rest = static_cast<int>(rest), w.rest_splits = static_cast<int>(rest_splits);
-  return finished(*x_type == 1 ? multiply_wide_bf16(stream, w) : multiply_wide_f16(stream, w));
+  w->axpy = axpy != 0, w->width = static_cast<int>(width);
+  return ffi::Error::Success();
+}
+
+ffi::Error wide(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+                int64_t outs, int64_t splits, int64_t rest, int64_t rest_splits) {
+  WideProduct w{};
+  ffi::Error e = both_forms(x, codes, scale, offset, index, y, fmt, cols, block, axpy, width, splits, &w);
+  if (e.failure()) return e;
+  w.outs = static_cast<int>(outs), w.rest = static_cast<int>(rest), w.rest_splits = static_cast<int>(rest_splits);
+  return finished(w.p.x_dtype == 1 ? multiply_wide_bf16(stream, w) : multiply_wide_f16(stream, w));
+}
+
+ffi::Error odd(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+               ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> y, int64_t fmt, int64_t cols, int64_t block, int64_t axpy, int64_t width,
+               int64_t splits) {
+  WideProduct w{};
+  ffi::Error e = both_forms(x, codes, scale, offset, index, y, fmt, cols, block, axpy, width, splits, &w);
+  return e.failure() ? e : finished(multiply_odd(stream, w));
 }
 
 // x is rounded to codes, which go into `rounded` with their scales in `found`. `given` has no elements where the scales of x
@@ -351,6 +368,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaWide, wide,
                                   .Attr<int64_t>("splits")
                                   .Attr<int64_t>("rest")
                                   .Attr<int64_t>("rest_splits"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaOdd, odd,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("fmt")
+                                  .Attr<int64_t>("cols")
+                                  .Attr<int64_t>("block")
+                                  .Attr<int64_t>("axpy")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("splits"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EformerCudaBytes, bytes,
                               ffi::Ffi::Bind()

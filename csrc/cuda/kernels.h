@@ -72,6 +72,8 @@ struct WideProduct {
 };
 cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w);
 cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w);
+// The same for matrices of any size, without `outs` and `rest`; values of 4 bits are rounded to the type of x.
+cudaError_t multiply_odd(cudaStream_t stream, const WideProduct& w);
 
 // Codes of 8 bits on both sides: rows of x are rounded, then multiplied, on Hopper or elsewhere.
 struct RoundedRows {

@@ -152,6 +152,31 @@ cudaError_t choose_wide(cudaStream_t stream, const WideProduct& w) {
   return cudaErrorNotSupported;
 }
 
+template <class E, int FORM>
+cudaError_t choose_odd(cudaStream_t stream, const WideProduct& w) {
+  Device device;
+  if (cudaError_t e = current_device(&device)) return e;
+  if (device.major != 9 || w.p.d.offset) return cudaErrorNotSupported;
+  switch (w.p.d.fmt) {
+    case 0:
+    case 4:
+    case 5:
+    case 6:
+      return w.p.d.block % 32 || w.p.y_dtype != w.p.x_dtype ? cudaErrorNotSupported : multiply_odd<kNf4, E, FORM>(stream, w, device);
+    case 1:
+      return multiply_odd<kInt8, E, FORM>(stream, w, device);
+    case 2:
+      return multiply_odd<kTernary, E, FORM>(stream, w, device);
+    case 3:
+      return multiply_odd<kBinary, E, FORM>(stream, w, device);
+    case 8:
+      return multiply_odd<kE4m3, E, FORM>(stream, w, device);
+    case 9:
+      return multiply_odd<kE5m2, E, FORM>(stream, w, device);
+  }
+  return cudaErrorNotSupported;
+}
+
 }  // namespace
 
 cudaError_t multiply_bf16(cudaStream_t stream, const Product& p) { return choose<__nv_bfloat16>(stream, p); }
@@ -161,6 +186,10 @@ cudaError_t multiply_wide_bf16(cudaStream_t stream, const WideProduct& w) {
 }
 cudaError_t multiply_wide_f16(cudaStream_t stream, const WideProduct& w) {
   return w.axpy ? choose_wide<__half, kAxpy>(stream, w) : choose_wide<__half, kDot>(stream, w);
+}
+cudaError_t multiply_odd(cudaStream_t stream, const WideProduct& w) {
+  if (w.p.x_dtype == kBf16) return w.axpy ? choose_odd<__nv_bfloat16, kAxpy>(stream, w) : choose_odd<__nv_bfloat16, kDot>(stream, w);
+  return w.axpy ? choose_odd<__half, kAxpy>(stream, w) : choose_odd<__half, kDot>(stream, w);
 }
 cudaError_t multiply_bytes(cudaStream_t stream, const BytesProduct& p) {
   Device device;

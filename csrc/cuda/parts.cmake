@@ -10,6 +10,8 @@ set(wide_packed "W(kInt8, 1) W(kTernary, 1) W(kBinary, 1)")
 set(wide_four "W(kCode4Fine, 1)") # bfloat16 alone
 set(wide_shift "W(kBias4, 1)")
 set(wide_float8 "W(kE4m3, 1) W(kE5m2, 1)")
+set(odd_packed "O(kNf4) O(kInt8) O(kTernary) O(kBinary)")
+set(odd_float8 "O(kE4m3) O(kE5m2)")
 set(type_bf16 __nv_bfloat16)
 set(type_f16 __half)
 
@@ -27,6 +29,7 @@ namespace eformer {
 #define D(FMT) template cudaError_t multiply_dot<FMT, @type@>(cudaStream_t, const Product&, const Device&);
 #define B(KIND) template cudaError_t multiply_bytes<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
 #define T(KIND) template cudaError_t multiply_tiles<KIND, @form@>(cudaStream_t, const BytesProduct&, const Device&);
+#define O(FMT) template cudaError_t multiply_odd<FMT, @type@, @form@>(cudaStream_t, const WideProduct&, const Device&);
 #define A(NT) template cudaError_t multiply_axpy<NT>(cudaStream_t, const Product&, const Device&);
 #define W(FMT, TERMS) template cudaError_t multiply_wide<FMT, @type@, @form@, TERMS>(cudaStream_t, const WideProduct&);
 @lines@
@@ -53,6 +56,8 @@ foreach(kind bf16 f16)
   endforeach()
   foreach(form kDot kAxpy)
     eformer_part(wide_${kind}_${form}_shift wide_launch.cuh "${wide_shift}")
+    eformer_part(odd_${kind}_${form}_packed odd_launch.cuh "${odd_packed}")
+    eformer_part(odd_${kind}_${form}_float8 odd_launch.cuh "${odd_float8}")
   endforeach()
 endforeach()
 set(type ${type_bf16})

@@ -17,6 +17,8 @@ template <int FMT, class E>
 cudaError_t multiply_dot(cudaStream_t stream, const Product& p, const Device& device);
 template <int FMT, class E, int FORM, int TERMS>
 cudaError_t multiply_wide(cudaStream_t stream, const WideProduct& w);
+template <int FMT, class E, int FORM>
+cudaError_t multiply_odd(cudaStream_t stream, const WideProduct& w, const Device& device);
 template <int NT>
 cudaError_t multiply_axpy(cudaStream_t stream, const Product& p, const Device& device);
 template <int KIND, int FORM>

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._kernels import qragged_dot
-from eformer._kernels.activations import rounded
+from eformer._kernels.activations import corrected, nearest, rounded
 
 from .cases import BLOCKED, FORMS, SCALES, Case, make_case, relative_error
 from .hlo_cases import GROUPS, SIZES, by_groups, collectives, compiled, mesh_of, put, seeded
@@ -110,6 +110,33 @@ def test_every_format_lies_within_rounding(fmt: str, form: str) -> None:
         given = rng.uniform(0.002, 0.02, 6).astype(np.float32)  # cuts the largest values off
         y = case.product(x[good], form, activations=kind, x_scale=given[good])
         assert relative_error(y, expected(case, x[good], form, kind, given[good])) < limit_of(fmt)
+
+
+@pytest.mark.parametrize("ulps", [-3, 0, 3])
+def test_int8_is_rounded_as_defined_where_divisions_are_not_exact(ulps: int) -> None:
+    """As on GPUs: of quotients that are off, codes and scales are those of exact ones. Random rows, and near ties."""
+    rng = np.random.default_rng(7)
+
+    def off(x: np.ndarray) -> jax.Array:
+        return jnp.asarray((x.view(np.int32) + np.int32(ulps)).view(np.float32) if ulps else x)
+
+    size = 300_000
+    scale = (rng.uniform(1, 2, size) * 2.0 ** rng.integers(-126, 119, size)).astype(np.float32)
+    middle = rng.integers(0, 127, size) + 0.5
+    x = (scale * middle.astype(np.float64)).astype(np.float32)
+    near = (x.view(np.int32) + rng.integers(-2, 3, size).astype(np.int32)).view(np.float32)
+    anywhere = (scale * rng.uniform(0.1, 127, size)).astype(np.float32)
+    ties = (np.float32(2.0) ** rng.integers(-20, 20, size) * middle).astype(np.float32)
+    power = (ties / middle).astype(np.float32)
+    for values, factor in ((x, scale), (near, scale), (anywhere, scale), (ties, power)):
+        values = np.where(values < TINY, np.float32(0), values) * rng.choice(np.array([-1, 1], np.float32), size)
+        quotient = values / factor
+        found = nearest(jnp.where(quotient == 0, 0, off(quotient)), jnp.asarray(values), jnp.asarray(factor), 127)
+        np.testing.assert_array_equal(np.asarray(found), np.clip(np.rint(quotient), -127, 127))
+    for limit in LARGEST.values():
+        values = (rng.uniform(1, 2, size) * 2.0 ** rng.integers(0, 60, size)).astype(np.float32)
+        found = corrected(off(values / limit), jnp.asarray(values), int(limit))
+        np.testing.assert_array_equal(np.asarray(found), values / limit)
 
 
 def test_rounding_to_e4m3_is_to_nearest_even() -> None:

@@ -11,7 +11,8 @@ summed up. Everything is float32 (float64 where x or the result is), and the res
 of int8 products are those of integers: exact, in int32 for up to 2**17 of them. A row of zeros gives zeros. A row with
 a NaN or an infinity in it gives a row of NaN and leaves the others alone. Where sx is below 2**-64, sx * sw might be no
 normal number, and the sum is multiplied with sx first. Values of x that are not normal count as zero or as they are.
-Plain JAX on a GPU divides less exactly: a code may be the other one of two that are nearly as near.
+GPUs divide less exactly: plain JAX corrects sx and codes of int8; of fp8 a code may be the other one of two that are
+nearly as near.
 
 Such a product is the product of `matmul` and `grouped` with one more parameter and one more operand, so that an
 implementation is a row of their tables (`rounds_x=True`) and gets
@@ -80,8 +81,44 @@ def row_scale(largest: jax.Array, activations: str) -> jax.Array:
     [2.0, 1.1754943508222875e-38, nan]
     """
     # By a value XLA cannot fold: it would multiply with the inverse, which is off by one ulp at times.
-    divisor = jnp.where(largest < jnp.inf, ACTIVATIONS[activations], jnp.nan).astype(largest.dtype)
-    return jnp.maximum(largest / divisor, np.finfo(np.float32).tiny.astype(largest.dtype))
+    limit = ACTIVATIONS[activations]
+    divisor = jnp.where(largest < jnp.inf, limit, jnp.nan).astype(largest.dtype)
+    lift = jnp.where(largest < 1, 2.0**64, 0.25).astype(largest.dtype)  # no result below the normal numbers or above
+    scale = corrected(largest * lift / divisor, largest * lift, limit) / lift
+    return jnp.maximum(scale, np.finfo(np.float32).tiny.astype(largest.dtype))
+
+
+def corrected(quotient: jax.Array, x: jax.Array, limit: int) -> jax.Array:
+    """x / limit, rounded correctly, of a quotient that may be off by some ulps.
+
+    The limit is a power of two less a smaller one, so that the remainder is exact, with fused operations or without.
+    """
+    power = 1 << limit.bit_length()
+    rest = (x - power * quotient) + (power - limit) * quotient
+    return quotient + rest * (1 / limit)
+
+
+def nearest(quotient: jax.Array, x: jax.Array, factor: jax.Array, limit: int) -> jax.Array:
+    """round(x / factor), up to a limit below 2**8, of the correctly rounded quotient; given one that is some ulps off.
+
+    Two integers are possible; `apart` says on which side of the middle x is, and all of it is exact near there: the
+    middle has 8 bits, so its products with the two halves of the factor are. A quotient within half an ulp of the
+    middle is rounded to it, and then to the even integer.
+    """
+    lift = jnp.where(factor < SMALL, 2.0**64, 1.0).astype(factor.dtype)
+    size, by = jnp.abs(x) * lift, factor * lift
+    below = jnp.minimum(jnp.floor(jnp.abs(quotient)), limit - 1)
+    middle = below + 0.5
+    high = _masked(by, 0xFFFFF000)
+    apart = (size - middle * high) - middle * (by - high)
+    reach = by * (_masked(middle, 0xFF800000) * 2.0**-24)  # half an ulp of the middle, which is half as much below 1/2
+    even = below + below % 2
+    found = jnp.where(apart < jnp.where(below == 0, -reach / 2, -reach), below, even)
+    return jnp.sign(x) * jnp.where(apart > reach, below + 1, found)
+
+
+def _masked(x: jax.Array, mask: int) -> jax.Array:
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(mask), jnp.float32)
 
 
 def rounded(x: jax.Array, x_scale: jax.Array | None, activations: str) -> tuple[jax.Array, jax.Array]:
@@ -104,10 +141,12 @@ def round_by(
     factor = jnp.where(largest < jnp.inf, factor, jnp.nan)
     # XLA would divide by what is the same for a row only once, and multiply with that (see `blocks.quotient`).
     values, limit = x.astype(largest.dtype), ACTIVATIONS[activations]
-    codes = jnp.clip(values / (factor + 0 * values), -limit, limit)
+    quotients = values / (factor + 0 * values)
     if activations == "fp8":
-        return codes.astype(jnp.float8_e4m3fn), factor
-    return jnp.where(jnp.isnan(codes), 0, jnp.round(codes)).astype(jnp.int8), factor
+        return jnp.clip(quotients, -limit, limit).astype(jnp.float8_e4m3fn), factor
+    exact = values.dtype == jnp.float64
+    codes = jnp.round(jnp.clip(quotients, -limit, limit)) if exact else nearest(quotients, values, factor, limit)
+    return jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.int8), factor
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -292,7 +292,8 @@ PRODUCT = Operation(
             in_stack=cpu.byte_matmul, takes_stacks=cpu.takes_stacks, takes_scales=cpu.takes_scales,
         ),
         Candidate(
-            "native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True, in_stack=cuda.byte_matmul
+            "native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True,
+            in_stack=cuda.byte_matmul, supports_in_stack=cuda.refuses_rounded_in_stack,
         ),
         Candidate(
             "native_cpu", "native", cpu.refuses_floats, _one_matrix_at_a_time(_as_floats), rounds_x=True,

@@ -64,7 +64,7 @@ def _reads_stacks(candidate: Candidate) -> Candidate:
         return candidate.run(problem, x, _entry(codes, index), taken, *rest, **extras)
 
     def supports(problem: Problem) -> str | None:
-        return candidate.supports(candidate.sees(problem))
+        return (candidate.supports_in_stack or candidate.supports)(candidate.sees(problem))
 
     return dataclasses.replace(candidate, run=run, supports=supports, takes_scales=always)
 

@@ -54,6 +54,13 @@ CUT += [{"fmt": fmt} for fmt in ("int8", "fp8_e4m3", "ternary", "binary")]
 TABLE += [(2056, 1280, m, how) for m in (3, 13) for how in (NF4, MORE[0])]
 # Tiles that are launched behind the others.
 TABLE += [(8576, 1280, 250, NF4)]
+# Rows and depths of odd sizes, in both forms.
+ODD = [
+    (fmt, form, m)
+    for fmt in ("nf4", "int8", "ternary", "binary", "fp8_e4m3")
+    for form in ("dot", "axpy")
+    for m in (3, 40, 140)
+]
 # x rounded to 8 bits: with and without splits, tiles with edges.
 ROUNDED = [
     (fmt, activations, form, m)
@@ -115,6 +122,16 @@ def main() -> None:
         found = jax.block_until_ready((y, back, looked_up, ragged, entry))
         assert all(bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in found)
     print(f"{len(table)} products, each with its ragged twin, an entry of a stack and a lookup: finite")
+    for fmt, form, m in ODD:
+        rows, cols = 133, 907
+        codes, scale, how = storage(rng, rows, cols, {"fmt": fmt} | ({"block": 96} if fmt == "nf4" else {}))
+        scale = scale if fmt == "nf4" or form == "dot" else np.ones((1, cols), np.float32)
+        x = jnp.asarray(rng.standard_normal((m, cols if form == "dot" else rows)), jnp.bfloat16)
+        for multiply in (qmatmul, in_stack):
+            run = jax.jit(lambda x, multiply=multiply: multiply(x, codes, scale, form=form, cols=cols, **how))  # noqa: B023
+            assert "eformer_cuda_odd" in run.lower(x).as_text()
+            assert bool(jnp.isfinite(run(x).astype(jnp.float32)).all())
+    print(f"{len(ODD)} products of odd sizes, each with an entry of a stack: finite")
     hopper, _tiles.capability = _wide.has_wgmma, lambda: "8.9"
     for tiles, (fmt, activations, form, m) in itertools.product((False, True), ROUNDED):
         _wide.has_wgmma = (lambda: False) if tiles else hopper  # the kernel of other GPUs
@@ -123,7 +140,8 @@ def main() -> None:
         codes = jnp.asarray(rng.integers(0, 64, (144, 1280)), jnp.int8 if fmt == "int8" else jnp.uint8)
         scale = jnp.ones((144, 1) if form == "dot" else (1, 1280))
         for multiply in (qmatmul, in_stack):
-            y = multiply(x, codes, scale, fmt=fmt, form=form, cols=1280, activations=activations)
+            how = {"fmt": fmt, "form": form, "cols": 1280, "activations": activations, "preference": "native"}
+            y = multiply(x, codes, scale, **how)
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
     _wide.has_wgmma = hopper
     print(f"{len(ROUNDED)} products that round x, by both kernels: finite")

@@ -14,8 +14,9 @@ import pytest
 
 import eformer as ef
 from eformer._kernels import cuda, explain, native, qmatmul
-from eformer._kernels.cuda import _bytes
-from eformer._kernels.parameters import product_problem
+from eformer._kernels.cuda import _bytes, _wide
+from eformer._kernels.matmul import IN_STACK
+from eformer._kernels.parameters import parameters_of, product_problem
 
 from .test_selection import lowered
 
@@ -46,8 +47,9 @@ def make(fmt: str, form: str, m: int, k: int, n: int, dtype: Any = jnp.bfloat16)
 
 
 def product(fmt: str, form: str, x: Any, codes: Any, scale: Any, **options: Any) -> Any:
-    activations = _bytes.ROUNDED[fmt]
-    return qmatmul(x, codes, scale, fmt=fmt, form=form, cols=codes.shape[1], activations=activations, **options)
+    """By a kernel, also where XLA is quicker."""
+    given: Any = {"activations": _bytes.ROUNDED[fmt], "preference": "native"} | options
+    return qmatmul(x, codes, scale, fmt=fmt, form=form, cols=codes.shape[1], **given)
 
 
 def defined(fmt: str, form: str, x: Any, codes: Any, scale: Any, given: Any = None) -> tuple[np.ndarray, np.ndarray]:
@@ -118,6 +120,15 @@ def test_products_are_those_of_the_definition(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["dot", "axpy"])
+def test_what_is_left_to_xla_is_int8_bit_for_bit(form: str) -> None:
+    for i, (m, k, n) in enumerate(SIZES):
+        operands = make("int8", form, m, k, n, (jnp.bfloat16, jnp.float32, jnp.float16)[i % 3])
+        y = jax.jit(functools.partial(product, "int8", form, preference="xla"))(*operands)
+        assert_same(y, defined("int8", form, *operands)[0], (m, k, n))
+
+
+@pytest.mark.gpu
 def test_scales_that_are_given_stacks_and_transformations() -> None:
     x, codes, scale = make("int8", "axpy", 40, 512, 256)
     given = (RNG.random(40) * 0.05 + 0.005).astype(np.float32)
@@ -158,8 +169,10 @@ def present(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "loaded", lambda: native.Loaded(Path("libeformer_cuda.so"), None, None))
 
 
-def choice(fmt: str = "int8", activations: str = "int8", form: str = "dot", n: int = 128, scale: Any = None) -> Any:
-    x, codes, row = make(fmt, form, 4, 256, n)
+def choice(
+    fmt: str = "int8", activations: str = "int8", form: str = "dot", n: int = 128, scale: Any = None, m: int = 65
+) -> Any:
+    x, codes, row = make(fmt, form, m, 256, n)
     given = {"fmt": fmt, "form": form, "cols": codes.shape[1], "activations": activations}
     return explain(product_problem(x, codes, row if scale is None else scale, "cuda", **given))
 
@@ -184,9 +197,31 @@ def test_what_is_taken_and_what_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("present")
+def test_what_xla_multiplies_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 64 rows of x with int8, one matrix; not in a stack, whose entry it would copy."""
+    for form, m, n in (("dot", 1, 128), ("dot", 64, 1 << 17), ("axpy", 2, 128), ("axpy", 64, 1 << 16)):
+        found = choice(form=form, m=m, n=n)
+        assert found.name == "xla", (form, m)
+        assert f"quicker with {m} rows" in dict(found.rejected)["native_cuda"]
+        assert choice("fp8_e4m3", "fp8", form, m=m).name == "native_cuda"
+        x, codes, scale = make("int8", form, m, 256, 128)
+        run = functools.partial(product, "int8", form, preference="auto")
+        assert "@eformer_cuda_bytes" not in lowered(run, x, codes, scale)
+        stacks = [array[None].repeat(2, 0) for array in (codes, scale)]
+        given = parameters_of(x, codes, scale, fmt="int8", form=form, cols=codes.shape[1], activations="int8")
+        entry = functools.partial(IN_STACK.bind, given)
+        assert "@eformer_cuda_bytes" in lowered(entry, x, stacks[0], jnp.int32(1), stacks[1])
+        assert "@eformer_cuda_bytes" in lowered(jax.vmap(run), x[None].repeat(2, 0), *stacks)
+    for form, m, n in (("dot", 65, 128), ("axpy", 1, 128), ("axpy", 65, 128), ("axpy", 64, (1 << 16) + 16)):
+        assert choice(form=form, m=m, n=n).name == "native_cuda", (form, m)
+    monkeypatch.setattr(_wide, "has_wgmma", lambda: False)
+    assert choice(m=4).name == "native_cuda"
+
+
+@pytest.mark.usefixtures("present")
 def test_products_of_arrays_reach_the_kernel() -> None:
     """Where the scale is one of results: x @ w, and a weight stored with its outputs first."""
-    w, x = jnp.ones((256, 384), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
+    w, x = jnp.ones((256, 384), jnp.bfloat16), jnp.ones((80, 256), jnp.bfloat16)
     products = (
         (ef.quantize(w, dtype="int8", activations="int8"), "mk,kn->mn", 1),
         (ef.quantize(w.T, dtype="int8", axis=-1, activations="int8"), "mk,nk->mn", 0),

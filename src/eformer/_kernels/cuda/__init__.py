@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from ..native import (
     storage_attributes,
 )
 from ..parameters import Problem
-from . import _attention, _axpy, _bytes, _tiles, _wide, ways
+from . import _attention, _axpy, _bytes, _odd, _tiles, _wide, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
@@ -41,6 +42,7 @@ LIBRARY = library_of(
     targets={
         "qmatmul": "EformerCudaQmatmul",
         "wide": "EformerCudaWide",
+        "odd": "EformerCudaOdd",
         "bytes": "EformerCudaBytes",
         "ragged": "EformerCudaRagged",
         "gather": "EformerCudaQgather",
@@ -83,6 +85,12 @@ def _refuses_few(problem: Problem) -> str | None:
 
 
 def refuses_rounded(problem: Problem) -> str | None:
+    why = refuses_rounded_in_stack(problem)
+    asked = problem.preference == "native"
+    return why or (None if asked or not _wide.has_wgmma() else _bytes.slower(problem))
+
+
+def refuses_rounded_in_stack(problem: Problem) -> str | None:
     why = _bytes.refuses(problem) or LIMITS.refuses_product(problem)
     if not why and not _wide.has_wgmma():
         why = _tiles.refuses(problem)
@@ -148,7 +156,8 @@ def qmatmul(
     """The product of one problem, batch axes included; with an index, of that entry of stacks of what is stored."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
     few = _fused if problem.form == "dot" else functools.partial(_fused_wide, cut=_axpy.CUT)
-    run = {"few": few, "wide": _fused_wide, "decode": _decode_first}[way or ways.chosen(problem)]
+    runs = {"few": few, "wide": _fused_wide, "odd": _fused_odd, "decode": _decode_first}
+    run = runs[way or ways.chosen(problem)]
     outs = problem.rows if problem.form == "dot" else problem.cols
     given = _offset(offset_in_one_batch_axis(problem, offset, stacked=index is not None))
     return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], outs)
@@ -197,14 +206,34 @@ def _fused_wide(
     index: Any,
     cut: _wide.Cut | None = None,
 ) -> jax.Array:
+    def chosen(*sizes: int) -> _wide.Cut:
+        return cut or _wide.cut(_wide.kind_of(problem), *sizes)
+
+    return _both_forms("wide", chosen, problem, x, codes, scale, offset, index)
+
+
+def _fused_odd(
+    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
+) -> jax.Array:
+    return _both_forms("odd", _odd.cut, problem, x, codes, scale, offset, index)
+
+
+def _both_forms(
+    target: str,
+    cut: Callable[..., Any],
+    problem: Problem,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array | None,
+    offset: jax.Array,
+    index: Any,
+) -> jax.Array:
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
-    outs = problem.rows if problem.form == "dot" else problem.cols
-    cut = cut or _wide.cut(_wide.kind_of(problem), batch, m, outs, deep)
     operands = (x, codes, scale, offset, _number(index))
-    result = ((batch, m, outs), problem.out_dtype if merge is None else F32)
-    how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
-    (y,) = call(LIBRARY, "wide", [result], operands, **storage_attributes(problem), **how)
+    result = ((batch, m, problem.outs), problem.out_dtype if merge is None else F32)
+    how = {"axpy": int(problem.form == "axpy"), **cut(batch, m, problem.outs, deep)._asdict()}
+    (y,) = call(LIBRARY, target, [result], operands, **storage_attributes(problem), **how)
     return y if merge is None else merge(y).astype(problem.out_dtype)
 
 

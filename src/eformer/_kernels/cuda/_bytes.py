@@ -15,6 +15,8 @@ from ..parameters import Problem
 OUTS, DEEP = 128, 128  # of a block, of a stage
 ROUNDED = MappingProxyType({"int8": "int8", "fp8_e4m3": "fp8"})  # codes of weights, and of x
 MOST_DEEP = 1 << 17  # products of integers whose sum int32 holds
+# Rows of x, and values of a matrix in the axpy form, up to which XLA's product of int8 is quicker.
+MOST_XLA, LARGEST_XLA = 64, 1 << 24
 
 
 def refuses(problem: Problem) -> str | None:
@@ -30,6 +32,14 @@ def refuses(problem: Problem) -> str | None:
     if problem.fmt == "int8" and (problem.cols if problem.form == "dot" else problem.rows) > MOST_DEEP:
         return f"sums of more than {MOST_DEEP} products do not fit int32"
     return None
+
+
+def slower(problem: Problem) -> str | None:
+    """Why a product that the kernel takes is better left to XLA: of one matrix, which that does not have to copy."""
+    small = problem.form == "dot" or (problem.m > 1 and problem.rows * problem.cols <= LARGEST_XLA)
+    if problem.fmt != "int8" or problem.batch or problem.m > MOST_XLA or not small:
+        return None
+    return f"XLA's own product of int8 is quicker with {problem.m} rows of x"
 
 
 class Cut(NamedTuple):

@@ -19,11 +19,11 @@ from eformer import _settings
 
 from ..native import BF16
 from ..parameters import Problem
-from . import _axpy, _wide
+from . import _axpy, _odd, _wide
 from .tuning import BYTE_BLOCKS, BYTES, capability, generation, is_skinny
 
-# The kernels of skinny.cuh and dot.cuh, or of axpy.cuh; that of wide.cuh; decoding first, then cuBLAS.
-WAYS = ("few", "wide", "decode")
+# The kernels of skinny.cuh and dot.cuh, or of axpy.cuh; those of wide.cuh, of odd.cuh; decoding first, then cuBLAS.
+WAYS = ("few", "wide", "odd", "decode")
 # Formats that are decoded while they are multiplied; so are some blocks of bytes (`is_few_in_byte_blocks`, `_wide`).
 FUSED = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "fp8_e4m3", "fp8_e5m2")
 # Formats whose products take as long as those of another one.
@@ -39,7 +39,7 @@ Table = Mapping[str, Mapping[str, Mapping[str, str]]]  # format and form, shape,
 
 def possible(problem: Problem) -> list[str]:
     """The ways that can take a product."""
-    found = ["decode"]
+    found = ["odd", "decode"] if _odd.can_take(problem) else ["decode"]
     if _wide.can_take(problem):
         found.insert(0, "wide")
     if problem.form == "axpy":
@@ -77,6 +77,8 @@ def _by_rule(problem: Problem, ways: list[str]) -> str:
         return "few"
     if _wide.takes(problem):
         return "wide"
+    if _odd.takes(problem):
+        return "odd"
     small = problem.rows * problem.cols <= SMALL and not problem.batch
     few = problem.m <= ((8 if problem.fmt in BYTES else 16) if small else generation().largest_m)
     return "few" if "few" in ways and few else "decode"
@@ -91,7 +93,9 @@ def _measured(problem: Problem) -> str | None:
     def distance(shape: str) -> float:
         rows, cols = map(int, shape.split("x"))
         apart = abs(math.log(rows / problem.rows)) + abs(math.log(cols / problem.cols))
-        return apart + (FAR if (cols % WHOLE == 0) != (problem.cols % WHOLE == 0) else 0.0)
+        others = (cols % WHOLE == 0) != (problem.cols % WHOLE == 0)  # are other kernels there?
+        others = others or _wide.can_take(problem.replace(rows=rows, cols=cols)) != _wide.can_take(problem)
+        return apart + (FAR if others else 0.0)
 
     nearest = min(shapes, key=distance)
     if distance(nearest) > FAR:  # nothing like it was measured
