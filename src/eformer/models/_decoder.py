@@ -278,10 +278,9 @@ def _attention(
     rope, window = config.rope(kind), config.window(kind)
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     how = {"factor": scale, "cap": config.attention_cap, "window": window}
-    one = cache is not None and x.shape[1] == 1
     kv = config.kv_heads * config.head_size
     sizes = {"q": config.heads * config.head_size, "k": kv, "v": kv}
-    if one and "qkv" in w and not {"norm_q", "norm_k"} & set(w):
+    if cache is not None and x.shape[1] == 1 and "qkv" in w and not {"norm_q", "norm_k"} & set(w):
         how |= {"size": config.head_size, "turns": None if rope is None else places.turns[rope][:, 0, 0]}
         joined = _linear(w, "qkv", x)[:, 0]
         mixed, *cache = attend_joined(
@@ -293,7 +292,7 @@ def _attention(
         q, keys = (turn(part, places.turns[rope], config.rope_halves) for part in (q, keys))
     numbers = there = places.numbers
     keys, values = (jnp.swapaxes(part, 1, 2) for part in (keys, values))  # (batch, heads, time, size)
-    if one:
+    if cache is not None and x.shape[1] == 1:
         q = q.reshape(x.shape[0], config.kv_heads, -1, config.head_size)
         new = (keys[:, :, 0], values[:, :, 0])
         mixed, *cache = attend(q, cache[0], cache[1], numbers[0], number, new=new, **how)
