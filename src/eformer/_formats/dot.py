@@ -252,8 +252,7 @@ def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **
     return qragged_dot(
         x, codes, scale, group_sizes, offset=q.kernel_offset, factor=q.kernel_factor, fmt=q.kernel_format, form=form,
         cols=q.shape[-1], block=q.kernel_block, precision=params.get("precision"), by_scale=q.carries_factor,
-        out_dtype=out,
-        preference="auto" if q.use_kernel else "xla", **rounding,
+        out_dtype=out, preference="auto" if q.use_kernel else "xla", **rounding,
     )  # fmt: skip
 
 
