@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -61,24 +61,25 @@ DEFAULT = "9.0"
 MOST_TILES = 8
 
 
+def _first_gpu() -> Any:
+    """None where there is none: a program is being lowered for later."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+
+
 @functools.cache
 def capability() -> str:
-    """Of the first GPU; that of the newest measured one when there is none (a program is being lowered for later)."""
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return DEFAULT
-    return getattr(device, "compute_capability", "")
+    """Of the first GPU; that of the newest measured one when there is none."""
+    device = _first_gpu()
+    return DEFAULT if device is None else getattr(device, "compute_capability", "")
 
 
 @functools.cache
 def multiprocessors() -> int:
     """Of the first GPU; those of its generation where it does not say, or where there is none."""
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return generation().multiprocessors
-    return getattr(device, "core_count", 0) or generation().multiprocessors
+    return getattr(_first_gpu(), "core_count", 0) or generation().multiprocessors
 
 
 def generation() -> Generation:
@@ -110,6 +111,12 @@ def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
 
     choices = [(t, s) for s in (1, 2, 4, 8) if s <= max(stages // 2, 1) for t in range(1, MOST_TILES + 1)]
     return min(choices, key=lambda choice: (cost(*choice), choice[1]))
+
+
+def width_for(m: int, widths: Iterable[int]) -> int:
+    """The fewest rows of x per block that are enough for m of them, or the most there are."""
+    ordered = sorted(widths)
+    return next((width for width in ordered if width >= m), ordered[-1])
 
 
 def is_skinny(fmt: str, m: int, cols: int) -> bool:

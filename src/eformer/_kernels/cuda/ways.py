@@ -45,10 +45,9 @@ def possible(problem: Problem) -> list[str]:
     if problem.form == "axpy":
         return ["few", *found] if _axpy.can_take(problem) else found
     whole = not (problem.block or 0) % BLOCK and not _is_exact(problem) and not problem.scaled_both_ways
-    few = problem.m <= generation().largest_m and whole
-    if few if problem.fmt in FUSED else is_few_in_byte_blocks(problem):
-        found.insert(0, "few")
-    return found
+    fused = problem.fmt in FUSED
+    few = problem.m <= generation().largest_m and whole if fused else is_few_in_byte_blocks(problem)
+    return ["few", *found] if few else found
 
 
 def is_few_in_byte_blocks(problem: Problem) -> bool:
