@@ -73,6 +73,21 @@ def test_importing_the_package_loads_nothing_else():
     assert result.stdout.strip() == "[]"
 
 
+DOORS = ("errors", "models", "jaximus", "serialization", "ops.quantization")
+DOORS += ("ops.quantization.functions", "ops.quantization.kernels")
+
+
+@pytest.mark.parametrize("door", ["", *DOORS])
+def test_every_public_name_is_on_a_page_of_the_reference(door):
+    module = importlib.import_module(f"eformer.{door}".rstrip("."))
+    pages = (Path(__file__).parents[1] / "docs" / "api").rglob("*.md")
+    words = set(re.findall(r"\w+", " ".join(page.read_text() for page in pages)))
+    ours = {name: getattr(module, name) for name in getattr(module, "__all__", dir(module)) if not name.startswith("_")}
+    made = {n for n, x in ours.items() if getattr(x, "__module__", "").startswith("eformer")}
+    assert made
+    assert made <= words
+
+
 def test_kernels_says_what_runs():
     found = ef.kernels()
     assert [state["backend"] for state in found.states] == ["cpu", "cuda", "tpu"]

@@ -63,10 +63,16 @@ def test_several_contracted_axes(rng):
     check(stats[""], jnp.swapaxes(x, 1, 2).reshape(T, 6), [0, 2])
 
 
-def test_part_of_the_contracted_axis(rng):
+@pytest.mark.parametrize("beside", [0, 2], ids=lambda more: f"beside {more} columns")
+def test_part_of_the_contracted_axis(rng, beside):
     """Two halves are multiplied with inputs of their own: nothing is known of products across them."""
     x, w = normal(rng, T, K), normal(rng, K, N)
-    stats = calibrate(lambda p, x: (x[:, :2] @ p[:2], (2 * x[:, 2:]) @ p[2:]), w, [x])
+
+    def forward(p, x):
+        p = jnp.concatenate([p, jnp.ones((K, beside))], axis=1)
+        return x[:, :2] @ p[:2], (2 * x[:, 2:]) @ p[2:]
+
+    stats = calibrate(forward, w, [x])
     first, second = np.array(x), np.array(2 * x)
     first[:, 2:] = second[:, :2] = 0
     moment = first.T @ first + second.T @ second

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,16 @@ from jax.typing import DTypeLike
 from eformer._formats.int8.codec import _largest_scale
 from eformer._formats.nf4.codec import _TINY, CODEBOOK, DYNAMIC_MAP, GROUP, THRESHOLDS
 from eformer._formats.onebit.codec import ScaleKind
+
+
+def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def assert_same(got: Iterable[Any], want: Iterable[Any]) -> None:
+    """Array by array, bit for bit."""
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(g), w, strict=True)
 
 
 def nf4_encode(w: np.ndarray, *, axis: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from eformer._formats.int8 import codec
 
 from . import references
-
-
-def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
-
-
-def assert_same(got, want) -> None:
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(g), w, strict=True)
+from .references import assert_same, normal
 
 
 @pytest.mark.parametrize(

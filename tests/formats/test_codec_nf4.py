@@ -14,21 +14,13 @@ from hypothesis import strategies as st
 from eformer._formats.nf4 import codec
 
 from . import references
+from .references import assert_same, normal
 
 GOLDEN = dict(np.load(Path(__file__).parent / "golden" / "nf4.npz"))
 CASES = sorted({name.split("/")[0] for name in GOLDEN if name.endswith("/packed")})
 NESTED = sorted({name.split("/")[0] for name in GOLDEN if name.startswith("nested_")})
 HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 SHAPES = [(1,), (130, 3), (128, 1), (1, 5, 66), (2, 3, 34, 5), (2, 1, 3, 70, 2), (0,), (3, 0)]
-
-
-def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
-
-
-def assert_same(got, want) -> None:
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(g), w, strict=True)
 
 
 def round_trip(w, axis: int, block_size: int, dtype=jnp.float32) -> np.ndarray:

@@ -13,12 +13,9 @@ from eformer._formats.onebit import codec
 from eformer._formats.onebit.array import Array1B
 
 from . import references
+from .references import normal
 
 SHAPES = [(1,), (9,), (33, 4), (4, 33), (1, 3, 20), (2, 3, 17, 5), (2, 1, 3, 10, 2), (0,), (3, 0)]
-
-
-def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
 
 
 def values(shape: tuple[int, ...], bits: int, seed: int) -> np.ndarray:

@@ -90,6 +90,16 @@ def stored(rows: jax.Array, kind: str) -> dict[str, np.ndarray]:
     return {"packed": packed, "scale": scale}
 
 
+def filled_caches(
+    key: jax.Array, kinds: tuple[str, str] | None, layers: int | None, shape: tuple[int, ...], dtype: Any
+) -> tuple[list[Any], jax.Array | None]:
+    """Keys and values, dense where there are no kinds; in stacks, with the number of the last layer, of so many."""
+    shape, index = (shape, None) if layers is None else ((layers, *shape), jnp.asarray(layers - 1))
+    if kinds is not None:
+        return caches(key, kinds, shape), index
+    return [jax.random.normal(k, shape, dtype) for k in jax.random.split(key)], index
+
+
 def check_written(
     key: jax.Array,
     kinds: tuple[str, str] | None,
@@ -105,13 +115,7 @@ def check_written(
     kernel: str = "",
 ) -> None:
     """Rows that are written on the way are those that `at[...].set` writes, bit for bit, and what is seen is, too."""
-    lead, index = ((), ()) if layers is None else ((layers,), (jnp.asarray(layers - 1),))
-    shape = (*lead, 2, heads, positions, size)
-    both = (
-        [jax.random.normal(k, shape, dtype) for k in jax.random.split(key)]
-        if kinds is None
-        else caches(key, kinds, shape)
-    )
+    both, index = filled_caches(key, kinds, layers, (2, heads, positions, size), dtype)
     q, *new = (
         jax.random.normal(k, (2, heads, n, size)).astype(dtype)
         for k, n in zip(jax.random.split(key, 3), (group, 1, 1), strict=True)
@@ -120,15 +124,15 @@ def check_written(
     new = [row[:, :, 0].at[0, 0].set(0).at[1, 1, 3].set(0) for row in new]
     run = jax.jit(lambda *given: attended(*given[:-1], new=given[-1], factor=0.125))
     if kinds is not None:
-        assert f"cache_attention: {kernel}" in str(ef.explain(run)(q, *both, place, *index, new))
-    found, *filled = run(q, *both, jnp.asarray(place), *index, new)
-    at = (*(int(i) for i in index), slice(None), slice(None), min(place, positions - 1))
+        assert f"cache_attention: {kernel}" in str(ef.explain(run)(q, *both, place, index, new))
+    found, *filled = run(q, *both, jnp.asarray(place), index, new)
+    at = (*([] if index is None else [int(index)]), slice(None), slice(None), min(place, positions - 1))
     for old, part, row, kind in zip(both, filled, new, kinds or ("dense", "dense"), strict=True):
         for name, want in stored(row, kind).items():
             whole = np.array(old if kind == "dense" else getattr(old, name))
             whole[at] = want
             np.testing.assert_array_equal(np.asarray(part if kind == "dense" else getattr(part, name)), whole)
-    seen = attended(q, *filled, place, *index, factor=0.125)
+    seen = attended(q, *filled, place, index, factor=0.125)
     largest = float(jnp.abs(seen).max())
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(seen, np.float32), atol=tolerance * largest)
 
@@ -162,15 +166,11 @@ def check_joined(
     kernel: str = "",
 ) -> None:
     """All that a token has in one array is what it is apart, turned before; `halves` None turns nothing."""
-    lead, index = ((), None) if layers is None else ((layers,), jnp.asarray(layers - 1))
-    shape = (*lead, 2, heads, positions, size)
-    dense = [jax.random.normal(k, shape, dtype) for k in jax.random.split(key)]
-    both = dense if kinds is None else caches(key, kinds, shape)
+    both, index = filled_caches(key, kinds, layers, (2, heads, positions, size), dtype)
     rows = jax.random.normal(key, (2, heads * (group + 2) * size)).astype(dtype)
     angles = np.asarray(jax.random.uniform(key, (size // 2,), maxval=6.0))
     turns = None if halves is None else jnp.stack((jnp.cos(angles), jnp.sin(angles)))
-    how = {"factor": 0.125, "cap": None, "window": None}
-    run = jax.jit(lambda *given: attended_joined(*given, size=size, turns=turns, halves=bool(halves), **how))
+    run = jax.jit(lambda *given: attended_joined(*given, size=size, turns=turns, halves=bool(halves), factor=0.125))
     if kinds is not None:
         assert f"cache_attention: {kernel}" in str(ef.explain(run)(rows, *both, jnp.asarray(place), index))
     found, *filled = run(rows, *both, jnp.asarray(place), index)

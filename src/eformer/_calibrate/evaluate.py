@@ -21,6 +21,7 @@ import numpy as np
 
 from eformer import _table
 from eformer._core import implicit
+from eformer._quantize.report import finite
 from eformer._quantize.tree import check_alive
 
 from .estimates import Estimate, exponential, mean_of
@@ -77,7 +78,7 @@ class Evaluation:
         found: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
         for field in dataclasses.fields(self):
             if field.name not in _COUNTED and (value := getattr(self, field.name)) is not None:
-                found[field.name] = {k: _finite(v) for k, v in dataclasses.asdict(value).items()}
+                found[field.name] = {k: finite(v) for k, v in dataclasses.asdict(value).items()}
         return found
 
     def to_json(self) -> str:
@@ -276,7 +277,3 @@ def _measured(logits: jax.Array, reference: Any, targets: jax.Array, judged: jax
         same = (jnp.argmax(mine, axis=-1) == jnp.argmax(theirs, axis=-1)).astype(jnp.float32)
         found["agreement"] = jnp.where(jnp.isnan(found["divergence"]), jnp.nan, same)
     return {name: total(values) for name, values in found.items()}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

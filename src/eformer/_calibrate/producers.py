@@ -19,13 +19,7 @@ from eformer._quantize.folds import Fold, Part
 
 from . import views
 from .control import PROGRAM
-from .rules import cut, positions_of_slice
 from .views import View, _NotFollowed
-
-_SAME = {
-    "copy", "copy_p", "name", "pvary", "pcast", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast", "neg",
-    "reduce_precision",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,20 +221,12 @@ def _moved(name: str, operands: list[Any], params: dict[str, Any]) -> Known:
     if (name == "neg" and isinstance(value, Shown)) or (name == "convert_element_type" and not _floating(params)):
         raise _NotFollowed(name)
     view = value.view
-    if name == "transpose":
-        view = views.transpose(view, params["permutation"])
-    elif name == "squeeze":
-        view = views.squeeze(view, params["dimensions"])
-    elif name == "reshape":
-        view = views.reshape(view, params["new_sizes"])
-    elif name == "broadcast_in_dim":
-        view = views.broadcasted(view, params["shape"], params["broadcast_dimensions"])
-    elif name == "slice":
-        view = cut(view, positions_of_slice(view.shape, params), view.shape)
+    if name in views.MOVES:
+        view = views.MOVES[name](view, params, view.shape)
     elif name == "dynamic_slice" and all(map(_is_number, operands[1:])):
         sizes = zip(view.shape, params["slice_sizes"], map(int, operands[1:]), strict=True)
-        view = cut(view, [np.arange(size) + min(max(at, 0), n - size) for n, size, at in sizes], view.shape)
-    elif name not in (*_SAME, "convert_element_type"):
+        view = views.cut(view, [np.arange(size) + min(max(at, 0), n - size) for n, size, at in sizes], view.shape)
+    elif name not in ("neg", "convert_element_type"):
         raise _NotFollowed(name)
     if isinstance(value, Scaled) and view.picked:
         raise _NotFollowed("a part of the channels")

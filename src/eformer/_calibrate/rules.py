@@ -8,8 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eformer._jax import traces
-
 from . import products, views
 from .frame import Frame, Tracked, bind, dense, rule
 from .views import View, _NotFollowed
@@ -36,10 +34,10 @@ def followed(frame: Frame, value: Any, shown: Sequence[View]) -> Any:
     return Tracked(value, kept) if kept else value
 
 
-@rule("copy", "copy_p", "name", "pvary", "pcast", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast")
-@rule("reduce_precision")
+@rule(*views.MOVES)
 def _same(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
-    return _moved(frame, primitive, operands, params, lambda view: view)
+    move, shape = views.MOVES[primitive.name], jnp.shape(dense(operands[0]))
+    return _moved(frame, primitive, operands, params, lambda view: move(view, params, shape))
 
 
 @rule("optimization_barrier", "device_put")
@@ -54,54 +52,14 @@ def _convert(frame: Frame, primitive: Any, operands: list[Any], params: dict[str
     if not jnp.issubdtype(params["new_dtype"], jnp.floating):
         frame.note(frame.other, operands[0], f"a conversion to {jnp.dtype(params['new_dtype']).name}")
         return bind(primitive, operands, params)
-    return _same(frame, primitive, operands, params)
-
-
-@rule("transpose")
-def _transpose(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
-    return _moved(frame, primitive, operands, params, lambda view: views.transpose(view, params["permutation"]))
-
-
-@rule("squeeze")
-def _squeeze(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
-    return _moved(frame, primitive, operands, params, lambda view: views.squeeze(view, params["dimensions"]))
-
-
-@rule("reshape")
-def _reshape(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
-    return _moved(frame, primitive, operands, params, lambda view: views.reshape(view, params["new_sizes"]))
-
-
-@rule("broadcast_in_dim")
-def _broadcast(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
-    shape, dimensions = params["shape"], params["broadcast_dimensions"]
-    return _moved(frame, primitive, operands, params, lambda view: views.broadcasted(view, shape, dimensions))
-
-
-def cut(view: View, positions: Sequence[Any], shape: Sequence[int]) -> View:
-    for axis, (at, size) in enumerate(zip(positions, shape, strict=True)):
-        if len(at) != size or isinstance(at, traces.Tracer) or not np.array_equal(at, np.arange(size)):
-            view = views.pick(view, axis, at)
-    return view
-
-
-def positions_of_slice(shape: Sequence[int], params: dict[str, Any]) -> list[np.ndarray]:
-    limits = zip(params["start_indices"], params["limit_indices"], params["strides"] or [1] * len(shape), strict=True)
-    return [np.arange(*limit) for limit in limits]
-
-
-@rule("slice")
-def _slice(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
-    shape = jnp.shape(dense(operands[0]))
-    positions = positions_of_slice(shape, params)
-    return _moved(frame, primitive, operands, params, lambda view: cut(view, positions, shape))
+    return _moved(frame, primitive, operands, params, lambda view: view)
 
 
 @rule("rev")
 def _rev(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
     shape = jnp.shape(dense(operands[0]))
     positions = [np.arange(n)[:: -1 if axis in params["dimensions"] else 1] for axis, n in enumerate(shape)]
-    return _moved(frame, primitive, operands, params, lambda view: cut(view, positions, shape))
+    return _moved(frame, primitive, operands, params, lambda view: views.cut(view, positions, shape))
 
 
 @rule("dynamic_slice")
@@ -111,7 +69,7 @@ def _dynamic_slice(frame: Frame, primitive: Any, operands: list[Any], params: di
         np.arange(n) if size == n else jnp.clip(dense(start), 0, n - size) + jnp.arange(size)
         for n, size, start in zip(shape, sizes, starts, strict=True)
     ]
-    return _moved(frame, primitive, operands, params, lambda view: cut(view, positions, shape))
+    return _moved(frame, primitive, operands, params, lambda view: views.cut(view, positions, shape))
 
 
 @rule("split", "unstack")

@@ -10,10 +10,11 @@ What cannot be followed any further raises `_NotFollowed`, with the operation; r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from eformer._jax import avals, traces
@@ -99,6 +100,19 @@ def pick(view: View, axis: int, positions: Any) -> View:
     return dataclasses.replace(view, axes=axes, shape=shape, picked=picked)
 
 
+def cut(view: View, positions: Sequence[Any], shape: Sequence[int]) -> View:
+    """`pick` along every axis of an array of this shape of which not all is left."""
+    for axis, (at, size) in enumerate(zip(positions, shape, strict=True)):
+        if len(at) != size or isinstance(at, traces.Tracer) or not np.array_equal(at, np.arange(size)):
+            view = pick(view, axis, at)
+    return view
+
+
+def _sliced(view: View, params: Mapping[str, Any], shape: Sequence[int]) -> View:
+    limits = zip(params["start_indices"], params["limit_indices"], params["strides"] or [1] * len(shape), strict=True)
+    return cut(view, [np.arange(*limit) for limit in limits], shape)
+
+
 def reshape(view: View, shape: Sequence[int]) -> View:
     """The same pieces in other groups; a piece is cut in two where that is needed."""
     if any(start is not None for start in view.starts):
@@ -158,6 +172,22 @@ def numbered(view: View, axis: int) -> tuple[View, Any] | None:
     shape = (*view.shape[:axis], size, *view.shape[axis + 1 :])
     picked = {other: at for other, at in view.picked.items() if other != leaf_axis}
     return dataclasses.replace(view, axes=axes, shape=shape, picked=picked), numbers
+
+
+# What becomes of a view of an array by operations without other operands: the parameters and the array's shape are
+# given. A view of a concatenation has a shape of its own.
+MOVES: dict[str, Callable[[View, Mapping[str, Any], Sequence[int]], View]] = {
+    "transpose": lambda view, params, _: transpose(view, params["permutation"]),
+    "squeeze": lambda view, params, _: squeeze(view, params["dimensions"]),
+    "reshape": lambda view, params, _: reshape(view, params["new_sizes"]),
+    "broadcast_in_dim": lambda view, params, _: broadcasted(view, params["shape"], params["broadcast_dimensions"]),
+    "slice": _sliced,
+}
+MOVES |= dict.fromkeys(
+    ("copy", "copy_p", "name", "pvary", "pcast", "stop_gradient", "sharding_constraint", "reshard", "mesh_cast")
+    + ("reduce_precision",),
+    lambda view, *_: view,
+)
 
 
 # -- from sums over products with the array to sums for the leaf -------------------------------------------------------

@@ -95,12 +95,8 @@ def attend(
     >>> attend(jnp.ones((1, 1, 1, 2)), keys, values, 1, factor=1.0)
     Array([[[[1., 2.]]]], dtype=float32)
     """
-    place, number = jnp.asarray(place, jnp.int32), [] if index is None else [jnp.asarray(index, jnp.int32)]
-    how = {"factor": float(factor), "cap": cap, "window": window, "stacked": index is not None}
-    how["written"] = new is not None
-    parameters = Attention(DENSE, "attention", q.shape[-1], None, np.dtype(q.dtype), **how)
-    operands = (q, keys, values, place, *number, *(row.astype(q.dtype) for row in new or ()))
-    found = _bound(parameters, *operands)
+    how = {"factor": factor, "cap": cap, "window": window, "written": new is not None}
+    found = _bound(q.shape[-1], (q, keys, values, place), index, [row.astype(q.dtype) for row in new or ()], **how)
     return found[0] if new is None else tuple(found)
 
 
@@ -114,24 +110,29 @@ def attend_joined(
     size: int,
     turns: Any,
     halves: bool,
-    **how: Any,
+    factor: float,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """As `attend`, with rows to write, of all that a token has in one array.
 
     For every text `rows` are queries of all heads, (heads, group, size), then keys and values, (heads, size) each.
     `turns`, cosines and sines of (2, size / 2), or None, turn pairs of queries and keys first.
     """
-    place, number = jnp.asarray(place, jnp.int32), [] if index is None else [jnp.asarray(index, jnp.int32)]
-    given = {"factor": float(how["factor"]), "cap": how["cap"], "window": how["window"], "stacked": index is not None}
-    given |= {"written": True, "joined": True, "turned": turns is not None, "halves": halves}
-    parameters = Attention(DENSE, "attention", size, None, np.dtype(rows.dtype), **given)
-    return tuple(_bound(parameters, rows, keys, values, place, *number, *([] if turns is None else [turns])))
+    how = {"factor": factor, "cap": cap, "window": window, "written": True, "joined": True, "halves": halves}
+    more = [] if turns is None else [turns]
+    return tuple(_bound(size, (rows, keys, values, place), index, more, turned=turns is not None, **how))
 
 
-def _bound(parameters: Attention, q: Any, *operands: Any) -> list[Any]:
+def _bound(size: int, operands: Any, index: Any, more: list[Any], *, factor: float, **how: Any) -> list[Any]:
+    q, keys, values, place = operands
+    numbers = [jnp.asarray(number, jnp.int32) for number in (place, index) if number is not None]
+    how |= {"factor": float(factor), "stacked": index is not None}
+    parameters = Attention(DENSE, "attention", size, None, np.dtype(q.dtype), **how)
+    given = q, keys, values, *numbers, *more
     # On a mesh of explicit axes every result would need a sharding of its own: there it is what it stands for.
     typed = avals.typed_by_a_mesh(q)
-    return in_products(parameters, q, *operands) if typed else ATTENTION.bind(parameters, q, *operands, announced=True)
+    return in_products(parameters, *given) if typed else ATTENTION.bind(parameters, *given, announced=True)
 
 
 def attend_quantized(

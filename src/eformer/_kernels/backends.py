@@ -110,5 +110,5 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     >>> export_checks()[0] == export.DisabledSafetyCheck.custom_call("eformer_cpu_qmatmul")
     True
     """
-    names = [name for library in LIBRARIES for name, _ in (*library.targets, *library.later)]
+    names = [name for library in LIBRARIES for name, _ in library.targets]
     return [export.DisabledSafetyCheck.custom_call(name) for name in names]

@@ -77,7 +77,6 @@ class Format:
     code_dtype: np.dtype = _BYTE
     blocked: bool = False
     needs_scale: bool = True
-    scale_dtype: Any = jnp.floating  # a dtype, or a kind of dtypes
 
     @functools.cached_property
     def core_ndim(self) -> int:
@@ -260,9 +259,8 @@ def _check_factor(row: Format, scale: Any, offset: Any, factor: Any) -> None:
 
 
 def _check_scale(row: Format, scale: Any, batch: tuple[int, ...], full: tuple[int, ...]) -> None:
-    if not jnp.issubdtype(scale.dtype, row.scale_dtype) and not (row.blocked and scale.dtype == jnp.uint8):
-        kind = getattr(row.scale_dtype, "__name__", row.scale_dtype)
-        raise TypeError(f"the scale of {row.name} must be {kind}, got {scale.dtype}; convert it with astype.")
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and not (row.blocked and scale.dtype == jnp.uint8):
+        raise TypeError(f"the scale of {row.name} must be floating, got {scale.dtype}; convert it with astype.")
     core, lead = tuple(scale.shape[-2:]), tuple(scale.shape[:-2])
     fits = len(core) == 2 and all(s in (1, f) for s, f in zip(core, full, strict=True))
     if lead and (len(lead) != len(batch) or any(s not in (1, b) for s, b in zip(lead, batch, strict=True))):

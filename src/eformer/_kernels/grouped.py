@@ -18,7 +18,7 @@ from . import cpu, cuda, offsets, tpu
 from .group_tiles import cut, joined
 from .matmul import PRODUCT, on_floats, product_sharded_like, with_scales
 from .operation import Operation, one_after_another
-from .parameters import Options, Parameters, Problem, as_operands, check_x, parameters_of, problem_of
+from .parameters import Options, Parameters, Problem, as_operands, check_x, out_shape, parameters_of, problem_of
 from .partition import split_groups
 from .scale_gradient import scale_gradient_of_groups
 from .select import Candidate, always, anything
@@ -51,7 +51,7 @@ def qragged_dot(
     _check_groups(parameters, x, codes, sizes)
     numbers, x_scale = with_scales(parameters, x, codes, [scale, offset, factor], x_scale)
     if 0 in (codes.shape[0], x.shape[0]):
-        return jnp.zeros(*_result(parameters, x, codes)[0])
+        return jnp.zeros(out_shape(parameters, x, codes), parameters.out_dtype)
 
     def product(parameters: Parameters, x: jax.Array) -> jax.Array:
         if parameters.offset is None or not parameters.by_scale:
@@ -79,10 +79,6 @@ def _check_groups(parameters: Parameters, x: Any, codes: Any, group_sizes: Any) 
     check_x(parameters, x, jax.ShapeDtypeStruct(codes.shape[1:], codes.dtype))
 
 
-def _result(parameters: Parameters, x: Any, codes: Any, *rest: Any) -> Any:
-    return [((x.shape[0], codes.shape[1] if parameters.form == "dot" else parameters.cols), parameters.out_dtype)]
-
-
 def _tiled(
     problem: Problem,
     x: jax.Array,
@@ -98,7 +94,6 @@ def _tiled(
     parameters = problem.parameters
     m, groups = x.shape[0], codes.shape[0]
     tiles = cut(sizes, m, height=1 << (max(m // groups, 1) - 1).bit_length())
-    ((shape, dtype),) = _result(parameters, x, codes)
 
     def step(_: None, tile: tuple[Any, ...]) -> tuple[None, jax.Array]:
         values, group, used, *scales = tile
@@ -108,7 +103,7 @@ def _tiled(
         return None, lax.cond(
             used,
             lambda: PRODUCT.bind(parameters, values, codes[group], *numbers, *scales, announced=True),
-            lambda: vary(jnp.zeros((values.shape[0], shape[1]), dtype), axes),
+            lambda: vary(jnp.zeros((values.shape[0], problem.outs), problem.out_dtype), axes),
         )
 
     rows, *scales = (o.at[tiles.rows].get(mode="fill", fill_value=0) for o in (x, x_scale) if o is not None)
@@ -118,7 +113,7 @@ def _tiled(
 GROUPED_PRODUCT = Operation(
     "qragged_dot",
     ("x", "codes", "group_sizes", "scale"),
-    result=_result,
+    result=lambda parameters, x, codes, *rest: [(out_shape(parameters, x, codes), parameters.out_dtype)],
     problem=lambda parameters, platform, x, codes, sizes, *scale: problem_of(parameters, platform, x, codes, *scale),
     candidates=(
         Candidate(

@@ -273,8 +273,7 @@ PRODUCT = Operation(
     candidates=(
         Candidate(
             "native_cpu", "native", cpu.refuses_product, cpu.qmatmul,
-            in_stack=cpu.qmatmul, takes_stacks=cpu.takes_stacks, takes_offsets=cpu.takes_offsets,
-            takes_scales=cpu.takes_scales,
+            in_stack=cpu.qmatmul, takes_offsets=cpu.takes_offsets, takes_scales=cpu.takes_scales,
         ),
         Candidate("xla_batch", "xla", xla.refuses_batch, xla.batched_qmatmul),
         Candidate(
@@ -289,7 +288,7 @@ PRODUCT = Operation(
         Candidate("reference", "reference", anything, reference, takes_offsets=always),
         Candidate(
             "native_cpu", "native", cpu.refuses_rounded, cpu.byte_matmul, rounds_x=True,
-            in_stack=cpu.byte_matmul, takes_stacks=cpu.takes_stacks, takes_scales=cpu.takes_scales,
+            in_stack=cpu.byte_matmul, takes_scales=cpu.takes_scales,
         ),
         Candidate(
             "native_cuda", "native", cuda.refuses_rounded, cuda.byte_matmul, rounds_x=True,

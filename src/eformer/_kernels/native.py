@@ -84,8 +84,7 @@ class Library:
     """What a library of kernels is called and must contain.
 
     It is installed into the Python package `package`. `targets` maps names of XLA custom calls to handler symbols;
-    `abi_symbol` is a C function that returns `abi`, the version of the handlers' operands and attributes. Targets in
-    `later` were added since, and libraries of that version may lack them.
+    `abi_symbol` is a C function that returns `abi`, the version of the handlers, their operands and attributes.
     """
 
     backend: str
@@ -95,27 +94,17 @@ class Library:
     abi_symbol: str
     abi: int
     targets: tuple[tuple[str, str], ...]
-    later: tuple[tuple[str, str], ...] = ()
-
-    def has(self, handle: Any, name: str) -> bool:
-        """Is a target of `later` in this library?"""
-        wanted = f"eformer_{self.backend}_{name}"
-        return any(target == wanted and hasattr(handle, symbol) for target, symbol in self.later)
 
     @property
     def title(self) -> str:
         return self.backend.upper()
 
 
-def library_of(
-    backend: str, compiler: str, package: str, abi: int, targets: dict[str, str], later: dict[str, str] | None = None
-) -> Library:
+def library_of(backend: str, compiler: str, package: str, abi: int, targets: dict[str, str]) -> Library:
     """libeformer_<backend>, by the names all libraries follow: "gather" is the target eformer_<backend>_gather."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    named = [
-        tuple((f"eformer_{backend}_{name}", symbol) for name, symbol in some.items()) for some in (targets, later or {})
-    ]
-    return Library(backend, compiler, package, f"libeformer_{backend}{suffix}", f"eformer_{backend}_abi", abi, *named)
+    named = tuple((f"eformer_{backend}_{name}", symbol) for name, symbol in targets.items())
+    return Library(backend, compiler, package, f"libeformer_{backend}{suffix}", f"eformer_{backend}_abi", abi, named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +163,7 @@ def _register(library: Library, handle: Any) -> None:
     except RuntimeError:
         return
     platform = "cpu" if library.backend == "cpu" else library.title
-    there = [(target, symbol) for target, symbol in library.later if hasattr(handle, symbol)]
-    for target, symbol in (*library.targets, *there):
+    for target, symbol in library.targets:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform=platform)
 
 

@@ -28,8 +28,8 @@ class Candidate:
 
     `kind` is what a preference names. `run` takes the problem and the operands of the primitive. `why` is what
     `explain` says when it is chosen. Products that round x have rows of their own, those with `rounds_x`. `in_stack` is
-    `run` for one entry of a stack, given as `index`, where there is such a kernel; `takes_stacks` says if it is there,
-    and `supports_in_stack` is `supports` for it, where others differ: they copy the entry.
+    `run` for one entry of a stack, given as `index`, where there is such a kernel, and `supports_in_stack` is
+    `supports` for it, where others differ: they copy the entry.
     `takes_offsets` says if both multiply or decode with the offset of a problem, given as `offset`, and `takes_scales`
     if they do so with scales as they are stored, a factor of them being given as `factor`.
     """
@@ -41,7 +41,6 @@ class Candidate:
     why: str | None = None
     rounds_x: bool = False
     in_stack: Callable[..., Any] | None = None
-    takes_stacks: Callable[[], bool] = lambda: True
     supports_in_stack: Callable[[Any], str | None] | None = None
     takes_offsets: Callable[[Any], bool] = lambda problem: False
     takes_scales: Callable[[Any], bool] = lambda problem: False

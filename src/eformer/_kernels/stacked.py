@@ -55,8 +55,7 @@ def _reads_stacks(candidate: Candidate) -> Candidate:
     """The implementation for stacks: its own, or the one for single entries on what is taken out."""
 
     def run(problem: Problem, x: Any, codes: Any, index: Any, scale: Any = None, *rest: Any, **extras: Any) -> Any:
-        in_place = candidate.in_stack is not None and candidate.takes_stacks() and candidate.sees(problem) is problem
-        if candidate.in_stack is not None and in_place:
+        if candidate.in_stack is not None and candidate.sees(problem) is problem:
             return candidate.in_stack(problem, x, codes, scale, *rest, index=index, **extras)
         taken = None if scale is None else _entry(scale, index)
         extras = {name: _entry(array, index) for name, array in extras.items()}

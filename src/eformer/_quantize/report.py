@@ -82,7 +82,7 @@ class Report:
     def to_json(self) -> str:
         """The leaves and the totals as a JSON object; figures that are not finite are null."""
         totals = {name: getattr(self, name) for name in ("nbytes", "dense_nbytes", "bits_per_weight")}
-        leaves = [{k: _finite(v) for k, v in dataclasses.asdict(leaf).items()} for leaf in self.leaves]
+        leaves = [{k: finite(v) for k, v in dataclasses.asdict(leaf).items()} for leaf in self.leaves]
         return json.dumps({**totals, "leaves": leaves}, indent=2, allow_nan=False)
 
     def plot(self, path: Any) -> None:
@@ -180,7 +180,8 @@ def _leaf_report(path: str, value: Any, original: Any, tied_to: str | None) -> L
     return LeafReport(path, fmt, shape, name, nbytes, 8 * nbytes / max(size, 1), error, sqnr, tied_to, method)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value as JSON has it: None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -220,7 +221,7 @@ def _draw(figure: Any, leaves: Sequence[LeafReport]) -> Any:
     sizes.set_xscale("log")
     sizes.set_xlabel("bytes")
     sizes.legend()
-    errors.barh(places, [_finite(leaf.relative_error) or 0.0 for leaf in leaves], color="tab:red")
+    errors.barh(places, [finite(leaf.relative_error) or 0.0 for leaf in leaves], color="tab:red")
     for place, leaf in enumerate(leaves):
         if leaf.relative_error is not None and not math.isfinite(leaf.relative_error):
             errors.text(0, place, f" {leaf.relative_error}", va="center", color="tab:red")

@@ -126,6 +126,19 @@ def test_blocks_of_bytes(fmt: str) -> None:
     assert f"no kernel for {fmt} with 16 rows or fewer" in dict(found.rejected)["native_cuda"]
 
 
+@pytest.mark.usefixtures("present")
+@pytest.mark.parametrize("here", ["8.0", "8.6", "8.9", "", "9.0", "12.0"])
+def test_blocks_of_bytes_have_their_kernel_from_hopper_on(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library has no other one for few rows of them."""
+    monkeypatch.setattr(tuning, "capability", lambda: here)
+    fits = here in ("9.0", "12.0")
+    assert [tuning.is_skinny(fmt, 4, 512) for fmt in ("nf4", *tuning.BYTE_BLOCKS)] == [fits] * 3
+    x = jax.ShapeDtypeStruct((4, 512), jnp.bfloat16)
+    case = make_case(RNG, "int8_block", 512, 512, block=128)
+    found = explain(product_problem(x, case.codes, case.scale, "cuda", fmt=case.fmt, form="dot", cols=512))
+    assert found.name == ("native_cuda" if fits else "xla")
+
+
 def test_the_costs_of_what_the_tables_were_not_fitted_to() -> None:
     """Blocks of bytes and offsets leave products to decoding first with fewer rows of x than what they resemble."""
     shape: Any = {"rows": 4096, "cols": 14336, "x_dtype": BF16, "form": "axpy", "out_dtype": BF16}

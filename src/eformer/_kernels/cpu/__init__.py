@@ -36,8 +36,9 @@ LIBRARY = library_of(
         "nf4_encode": "EformerNf4Encode",
         "byte_matmul": "EformerByteMatmul",
         "byte_ragged": "EformerByteRagged",
+        "stack_qmatmul": "EformerStackQmatmul",
+        "stack_byte_matmul": "EformerStackByteMatmul",
     },
-    later={"stack_qmatmul": "EformerStackQmatmul", "stack_byte_matmul": "EformerStackByteMatmul"},
 )
 
 # What `eformer_cpu_isa` returns. The kernels of a higher number of one family also run on what has a lower one.
@@ -56,15 +57,6 @@ def isa() -> int:
     best = library.handle.eformer_cpu_isa
     best.restype = ctypes.c_int64
     return int(best())
-
-
-def formats() -> int:
-    """How many formats the library knows. One built before the last of them were added has the others."""
-    count = getattr(loaded().handle, "eformer_cpu_formats", None)
-    if count is None:
-        return 12
-    count.restype = ctypes.c_int64
-    return int(count())
 
 
 def isa_name() -> str:
@@ -88,13 +80,12 @@ FORMATS = ("nf4", "int8", "ternary", "binary", "int4", "iq4_nl", "fp4", "int8_bl
 FORMATS += ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3_block", "fp8_e5m2_block")
 UNPACKED = ("int2", "int3", "int5", "int6")  # unpacked to the bytes of int8_block
 FORMATS += UNPACKED
-OLDER = "its library is older than the format: build it again"
 SCALES = (*FLOATS, *BYTE_SCALES)
 LIMITS = Limits(FORMATS, scales=SCALES, block=2, arithmetic="its own: products and sums in float32")
 
 
 def refuses_product(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or _refuses_format(problem)
+    return LIMITS.refuses_product(problem) or refuses_machine(problem.platform)
 
 
 # Products whose x is rounded. Blocks must not cut a panel of the kernels, or four bytes of codes.
@@ -106,7 +97,7 @@ def refuses_rounded(problem: Problem) -> str | None:
     """Why x cannot be rounded to 8 bits for this product by the kernels."""
     if problem.activations != "int8":
         return f"it rounds x to int8, not to {problem.activations}"
-    return BYTE_LIMITS.refuses_product(problem) or _refuses_sums(problem) or _refuses_format(problem)
+    return BYTE_LIMITS.refuses_product(problem) or _refuses_sums(problem) or refuses_machine(problem.platform)
 
 
 def refuses_floats(problem: Problem) -> str | None:
@@ -131,7 +122,7 @@ def _refuses_sums(problem: Problem) -> str | None:
 
 
 def refuses_gather(problem: Problem) -> str | None:
-    why = LIMITS.refuses_lookup(problem) or _refuses_format(problem)
+    why = LIMITS.refuses_lookup(problem) or refuses_machine(problem.platform)
     values, largest = problem.m * problem.cols, LARGEST_LOOKUP.get(problem.fmt)
     if why or problem.preference == "native" or largest is None or values <= largest:
         return why
@@ -140,10 +131,6 @@ def refuses_gather(problem: Problem) -> str | None:
 
 def refuses_encode(problem: Problem) -> str | None:
     return LIMITS.refuses_encoding(problem) or refuses_machine(problem.platform)
-
-
-def _refuses_format(problem: Problem) -> str | None:
-    return refuses_machine(problem.platform) or (None if problem.format.number < formats() else OLDER)
 
 
 def refuses_machine(platform: str) -> str | None:
@@ -158,10 +145,6 @@ def refuses_machine(platform: str) -> str | None:
 
 # Sizes and dtypes have been checked; what arrives here is what the handlers take. `how` is there to be forced by tests
 # and benchmarks: see `_how`.
-
-
-def takes_stacks() -> bool:
-    return LIBRARY.has(loaded().handle, "stack_qmatmul")
 
 
 def takes_offsets(problem: Problem) -> bool:

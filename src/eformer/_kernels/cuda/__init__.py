@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -155,12 +154,13 @@ def qmatmul(
 ) -> jax.Array:
     """The product of one problem, batch axes included; with an index, of that entry of stacks of what is stored."""
     rows, codes, scale = in_one_batch_axis(problem, x, codes, scale, stacked=index is not None)
-    few = _fused if problem.form == "dot" else functools.partial(_fused_wide, cut=_axpy.CUT)
-    runs = {"few": few, "wide": _fused_wide, "odd": _fused_odd, "decode": _decode_first}
-    run = runs[way or ways.chosen(problem)]
-    outs = problem.rows if problem.form == "dot" else problem.cols
     given = _offset(offset_in_one_batch_axis(problem, offset, stacked=index is not None))
-    return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], outs)
+    way = way or ways.chosen(problem)
+    if way == "decode":
+        run = _decode_first
+    else:
+        run = _fused if way == "few" and problem.form == "dot" else functools.partial(_in_both_forms, way)
+    return run(problem, rows, codes, scale, given, index).reshape(*x.shape[:-1], problem.outs)
 
 
 def _fused(
@@ -197,43 +197,21 @@ def _given(problem: Problem, x: jax.Array, scale: Any, index: Any, *, outside: b
     return lax.dynamic_slice_in_dim(scale, index * x.shape[0], x.shape[0])
 
 
-def _fused_wide(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array | None,
-    offset: jax.Array,
-    index: Any,
-    cut: _wide.Cut | None = None,
+def _in_both_forms(
+    way: str, problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, offset: jax.Array, index: Any
 ) -> jax.Array:
-    def chosen(*sizes: int) -> _wide.Cut:
-        return cut or _wide.cut(_wide.kind_of(problem), *sizes)
-
-    return _both_forms("wide", chosen, problem, x, codes, scale, offset, index)
-
-
-def _fused_odd(
-    problem: Problem, x: jax.Array, codes: jax.Array, scale: jax.Array | None, offset: jax.Array, index: Any
-) -> jax.Array:
-    return _both_forms("odd", _odd.cut, problem, x, codes, scale, offset, index)
-
-
-def _both_forms(
-    target: str,
-    cut: Callable[..., Any],
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array | None,
-    offset: jax.Array,
-    index: Any,
-) -> jax.Array:
+    """By the kernels that take either form; few rows in the axpy form are a cut of the wide one's target."""
     x, scale, merge = prepare(problem, x, _given(problem, x, scale, index))
     batch, m, deep = x.shape
+    sizes = batch, m, problem.outs, deep
+    if way == "few":
+        cut = _axpy.CUT
+    else:
+        cut = _odd.cut(*sizes) if way == "odd" else _wide.cut(_wide.kind_of(problem), *sizes)
     operands = (x, codes, scale, offset, _number(index))
     result = ((batch, m, problem.outs), problem.out_dtype if merge is None else F32)
-    how = {"axpy": int(problem.form == "axpy"), **cut(batch, m, problem.outs, deep)._asdict()}
-    (y,) = call(LIBRARY, target, [result], operands, **storage_attributes(problem), **how)
+    how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
+    (y,) = call(LIBRARY, "odd" if way == "odd" else "wide", [result], operands, **storage_attributes(problem), **how)
     return y if merge is None else merge(y).astype(problem.out_dtype)
 
 
@@ -249,17 +227,16 @@ def byte_matmul(
     """The product of x, rounded to 8 bits row by row, and codes of 8 bits."""
     x, codes, scale, given = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=index is not None)
     batch, m, deep = x.shape
-    outs = problem.rows if problem.form == "dot" else problem.cols
     rounded = ((batch, m, -(-deep // 16) * 16), jnp.uint8)
-    results = [((batch, m, outs), problem.out_dtype), rounded, ((batch, m), F32)]
+    results = [((batch, m, problem.outs), problem.out_dtype), rounded, ((batch, m), F32)]
     hopper = _wide.has_wgmma()
-    cut = (_bytes if hopper else _tiles).cut(batch, m, outs, deep)
+    cut = (_bytes if hopper else _tiles).cut(batch, m, problem.outs, deep)
     if not hopper:
-        results.append(((cut.splits * batch * m * outs if cut.splits > 1 else 0,), jnp.uint32))
+        results.append(((cut.splits * batch * m * problem.outs if cut.splits > 1 else 0,), jnp.uint32))
     how = {"axpy": int(problem.form == "axpy"), **cut._asdict()}
     operands = (x, codes, scale, given, _number(index))
     y, *_ = call(LIBRARY, "bytes" if hopper else "tiles", results, operands, **storage_attributes(problem), **how)
-    return y.reshape(*problem.batch, m, outs)
+    return y.reshape(*problem.batch, m, problem.outs)
 
 
 def prepare(problem: Problem, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None, Any]:

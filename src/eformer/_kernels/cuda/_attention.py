@@ -43,8 +43,8 @@ def refuses(problem: Any) -> str | None:
             return f"scales of {what} are {scale}, blocks {block}; it takes {SCALES[fmt]}{wanted}"
     if problem.platform != "cuda":  # the reason of all kernels
         return None
-    here = tuning.capability()
-    if int(here.partition(".")[0] or 0) < OLDEST:
+    if tuning.version()[0] < OLDEST:
+        here = tuning.capability()
         return f"compute capability {here}; it needs clusters of blocks, which there are from {OLDEST}.0 on"
     return None
 

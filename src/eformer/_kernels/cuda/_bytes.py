@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..parameters import Problem
+from .tuning import width_for
 
 OUTS, DEEP = 128, 128  # of a block, of a stage
 ROUNDED = MappingProxyType({"int8": "int8", "fp8_e4m3": "fp8"})  # codes of weights, and of x
@@ -78,7 +79,7 @@ def cut(batch: int, m: int, outs: int, deep: int) -> Cut:
         one = COSTS[width].tile + -(-stages // splits) * COSTS[width].stage + added
         return one * -(-tiles(width) * splits // AT_ONCE[splits])
 
-    enough = min((width for width in COSTS if width >= m), default=max(COSTS))
+    enough = width_for(m, COSTS)
     cuts = [Cut(width, 1) for width in COSTS if width <= enough]
     # Splits are for matrices that leave multiprocessors idle.
     few = [c.width for c in cuts if tiles(c.width) < AT_ONCE[1]]

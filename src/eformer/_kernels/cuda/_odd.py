@@ -17,7 +17,7 @@ from jax import lax
 from ..native import BF16, F16
 from ..parameters import Problem
 from . import _wide
-from .tuning import BYTES, PACKED, is_skinny, multiprocessors
+from .tuning import BYTES, PACKED, is_skinny, multiprocessors, width_for
 
 OUTS, DEEP = 64, 128  # of a block, of a stage
 MOST_BYTES = (1 << 31) - 64  # of one matrix, of the rows of x for it
@@ -83,7 +83,7 @@ def takes(problem: Problem) -> bool:
 def cut(batch: int, m: int, outs: int, deep: int) -> Cut:
     """What the costs say is the quickest; blocks that have no stage are not counted."""
     stages, processors = -(-deep // DEEP), multiprocessors()
-    width = min((width for width in COSTS if width >= m), default=max(COSTS))
+    width = width_for(m, COSTS)
     tiles = batch * -(-outs // OUTS) * -(-m // width)
     together, stage, block, cluster, at_once = COSTS[width]
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from ..parameters import Problem
 from ._bytes import DEEP, OUTS, Cost, Cut
-from .tuning import capability, multiprocessors
+from .tuning import capability, multiprocessors, width_for
 
 OLDEST = 8, 0  # compute capability
 MOST_CONVERTED = 128  # rows of x up to which codes of e4m3 are converted to float16
@@ -47,7 +47,7 @@ def cut(batch: int, m: int, outs: int, deep: int) -> Cut:
         one = COSTS[width].tile + -(-stages // splits) * COSTS[width].stage
         return one * -(-tiles(width) * splits // at_once) + added
 
-    enough = min((width for width in COSTS if width >= m), default=max(COSTS))
+    enough = width_for(m, COSTS)
     most = min(MOST_SPLITS, max(stages // 4, 1))
     cuts = [Cut(w, s) for w in COSTS if w <= enough for s in range(1, most + 1) if s == 1 or tiles(w) < 2 * at_once]
     return min(cuts, key=lambda choice: (cost(choice), choice))

@@ -18,7 +18,7 @@ from jax import lax
 from ..formats import FORMATS
 from ..native import BF16, F16, F32
 from ..parameters import Problem
-from .tuning import BYTE_BLOCKS, BYTES, capability
+from .tuning import BYTE_BLOCKS, BYTES, capability, width_for
 
 FEWEST = 17  # rows of x in the dot form
 FEWEST_SMALL = 9  # where the kernel of csrc/cuda/skinny.cuh is slower
@@ -212,7 +212,7 @@ def cut(kind: Kind, batch: int, m: int, outs: int, deep: int) -> Cut:
 def planned(kind: Kind, batch: int, m: int, outs: int, deep: int) -> tuple[float, Cut]:
     """Microseconds by the table, and the cut that takes them."""
     costs, steps = costs_of(kind), -(-deep // 64)
-    enough = min((width for width, _ in costs if width >= m), default=max(width for width, _ in costs))
+    enough = width_for(m, (width for width, _ in costs))
     widths = {enough, 128} if enough > 128 else {enough}
 
     def tiles(choice: Cut) -> int:

@@ -20,7 +20,7 @@ from eformer import _settings
 from ..native import BF16
 from ..parameters import Problem
 from . import _axpy, _odd, _wide
-from .tuning import BYTE_BLOCKS, BYTES, capability, generation, is_skinny
+from .tuning import BYTE_BLOCKS, BYTES, LARGEST_M, capability, is_skinny
 
 # The kernels of skinny.cuh and dot.cuh, or of axpy.cuh; those of wide.cuh, of odd.cuh; decoding first, then cuBLAS.
 WAYS = ("few", "wide", "odd", "decode")
@@ -45,10 +45,9 @@ def possible(problem: Problem) -> list[str]:
     if problem.form == "axpy":
         return ["few", *found] if _axpy.can_take(problem) else found
     whole = not (problem.block or 0) % BLOCK and not _is_exact(problem) and not problem.scaled_both_ways
-    few = problem.m <= generation().largest_m and whole
-    if few if problem.fmt in FUSED else is_few_in_byte_blocks(problem):
-        found.insert(0, "few")
-    return found
+    fused = problem.fmt in FUSED
+    few = problem.m <= LARGEST_M and whole if fused else is_few_in_byte_blocks(problem)
+    return ["few", *found] if few else found
 
 
 def is_few_in_byte_blocks(problem: Problem) -> bool:
@@ -80,7 +79,7 @@ def _by_rule(problem: Problem, ways: list[str]) -> str:
     if _odd.takes(problem):
         return "odd"
     small = problem.rows * problem.cols <= SMALL and not problem.batch
-    few = problem.m <= ((8 if problem.fmt in BYTES else 16) if small else generation().largest_m)
+    few = problem.m <= ((8 if problem.fmt in BYTES else 16) if small else LARGEST_M)
     return "few" if "few" in ways and few else "decode"
 
 
