@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "scales of other columns": ("gptq", {"scales": last}, r"'m\.(qweight|qzeros|g_idx)'.*part of a quantized weight"),
     "no scales": ("gptq", {"scales": None}, r"'m\.(qweight|qzeros|g_idx)'.*makes none of gptq"),
-    "no zero points": ("awq", {"qzeros": None}, r"'m\.qweight'.*makes none of gptq.*awq"),
+    "no zero points": ("awq", {"qzeros": None}, r"'m\.qweight'.*makes none of awq"),
     "another version": ("awq", {"config": {"version": "gemv"}}, r"'m\.qweight'.*version='gemv'"),
     "groups that do not divide": (
         "awq",

@@ -30,7 +30,8 @@ from ..safetensors.writing import atomic_file, write_file
 from ..tree.describe import Leaf, host
 from ..tree.structure import named_leaves
 from . import layouts
-from .packed import CONFIG_KEYS, open_checkpoint, read_json
+from .configuration import CONFIG_KEYS, read_json
+from .packed import open_checkpoint
 
 Stored = dict[str, Any]  # arrays by suffix
 Note = dict[str, Any]  # what the configuration says of the weight

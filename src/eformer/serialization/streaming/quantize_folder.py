@@ -15,7 +15,7 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import INDEX_SUFFIX, SUFFIX
 from ..checkpoint.torch_file import SUFFIXES
-from ..foreign.packed import CONFIG_KEYS
+from ..foreign.configuration import CONFIG_KEYS
 from ..safetensors.writing import atomic_file
 from .quantize_file import Source, StreamReport, open_source, plan_source, write_quantized
 
