@@ -195,13 +195,13 @@ class FileSet:
 def open_set(path: str | os.PathLike[str]) -> FileSet:
     """Open the checkpoint at a path: a file, an index, the name both would have, or a folder that holds one."""
     try:
-        return _open_set(_find(Path(path)))
+        return _open_set(find_checkpoint(Path(path)))
     except (CheckpointError, FileNotFoundError) as err:
         gone = err.__cause__ if isinstance(err, CheckpointError) else err
         if not isinstance(gone, FileNotFoundError):
             raise
     # A new save may have removed the files that the index just read had named.
-    return _open_set(_find(Path(path)))
+    return _open_set(find_checkpoint(Path(path)))
 
 
 def _open_file(path: Path) -> MappedFile:
@@ -261,12 +261,14 @@ def _file_set(path: Path, owners: Any, described: Any, parts: Any, metadata: Any
     return FileSet(path, owners, leaves, structure, described.get("aliases", {}), other)
 
 
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|gguf)")
 
 
 def _shards_of(folder: Path) -> FileSet:
     """Files that name themselves shards of one checkpoint, without an index."""
-    files = [_open_file(path) for path in sorted(folder.iterdir()) if _SHARD.fullmatch(path.name)]
+    shards = [path for path in sorted(folder.iterdir()) if _SHARD.fullmatch(path.name)]
+    preferred = next((suffix for suffix in (SUFFIX, *SUFFIXES) if any(path.suffix == suffix for path in shards)), "")
+    files = [_open_file(path) for path in shards if path.suffix == preferred]
     owners: dict[str, MappedFile] = {}
     for file in files:
         twice = owners.keys() & file.header.entries.keys()
@@ -278,7 +280,7 @@ def _shards_of(folder: Path) -> FileSet:
     return _file_set(folder, owners, {}, parts, {})
 
 
-def _find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The file or index that a path stands for; a folder of shards without an index stands for itself."""
     if path.is_dir():
         return _find_in(path)
@@ -293,7 +295,7 @@ def _find(path: Path) -> Path:
 def _find_in(folder: Path) -> Path:
     indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     of_torch = [path for path in indices if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIXES)]
-    for suffix in (SUFFIX, *SUFFIXES):
+    for suffix in (SUFFIX, *SUFFIXES, ".gguf"):
         found = [path for path in indices if (path in of_torch) == (suffix != SUFFIX)]
         found = found or sorted(folder.glob(f"*{suffix}"))
         shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
@@ -304,7 +306,7 @@ def _find_in(folder: Path) -> Path:
                 what = f"has {len(shards)} of {int(shards[0][3])} shards; number {min(lost)} is missing."
                 raise CheckpointError(what, file=folder, fix="Fetch all files of the checkpoint.")
             if len(kinds) == 1:
-                return folder
+                return found[0] if suffix == ".gguf" else folder  # any of its parts stands for a GGUF file
         usual = [path for path in found if path.name in (f"model{suffix}", f"pytorch_model{suffix}")]
         found = usual if len(found) > 1 and len(usual) == 1 else found
         if len(found) == 1:

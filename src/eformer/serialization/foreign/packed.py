@@ -28,7 +28,7 @@ from ..tree.describe import NO_STRUCTURE
 from . import bitsandbytes
 from .configuration import READ, of_weight, read_config
 from .finding import CONVERT, SCHEMES, Weight, find_weights
-from .gguf import GgufFile, is_gguf, open_gguf
+from .gguf import GgufFile, gguf_at, open_gguf
 from .scheme import FLOATS, text_of, values_dtype
 
 # Methods that a configuration may name although the weights were left dense.
@@ -186,8 +186,8 @@ def open_checkpoint(
         raise TypeError(f"{quantization=} is a {type(quantization).__name__}, but must be a dict, as in config.json.")
     if quantization and not any(key in READ or isinstance(found, Mapping) for key, found in quantization.items()):
         raise ValueError(f"{quantization=} has none of the keys that are read: {', '.join(READ)}.")
-    if is_gguf(path):
-        return open_gguf(path)
+    if (gguf := gguf_at(path)) is not None:
+        return open_gguf(gguf)
     files = open_set(path)
     if files.leaves or files.structure is not NO_STRUCTURE:  # ours
         return LazyCheckpoint(files, memory_map=memory_map)
