@@ -82,6 +82,7 @@ CASES: dict[str, Any] = {
         {"x.up": {"bits": 8}}, q=made.gptq(seeded()), x__up=made.gptq(seeded(), bits=8)
     ),
     "gptq: format": lambda: gptq({"format": "gptq_v2", "method": "gptq"}, q=made.gptq(seeded(), v2=True)),
+    "gptq: nothing said": lambda: gptq({"sym": None, "checkpoint_format": None}, q=made.gptq(seeded())),
     "autoround": lambda: several(
         {
             "quant_method": "auto-round",
@@ -169,6 +170,21 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str]] = {
         {},
         r"'q\.weight\._data': is int8\[8, 8\]",
     ),
+    "tensorrt-llm": (
+        {"q.weight": ones(F8, 8, 8), "q.weights_scaling_factor": ones("f4", 1)},
+        {},
+        r"'q\.weight': is float8_e4m3fn\[8, 8\] beside 'q\.weights_scaling_factor'",
+    ),
+    "bitsandbytes without its state": (
+        {"q.weight": ones("u1", 8, 1), "q.weight.absmax": ones("f4", 1)},
+        {},
+        r"'q\.weight': is uint8\[8, 1\] beside 'q\.weight\.absmax'",
+    ),
+    "no scale at all": (
+        {"q.weight": ones("i1", 8, 8)},
+        {"quant_method": "compressed-tensors"},
+        r"'q\.weight': is int8\[8, 8\], but nothing beside it.*compressed-tensors",
+    ),
     "torchao": (
         {"q._weight_qdata": ones("i1", 8, 8), "q._weight_scale": ones("f4", 8)},
         {},
@@ -239,8 +255,17 @@ def test_shards_without_an_index_have_a_configuration_too(tmp_path: Path):
     names = sorted(tensors)
     for i, part in enumerate((names[:1], names[1:]), 1):
         safetensors.numpy.save_file({n: tensors[n] for n in part}, tmp_path / f"model-0000{i}-of-00002.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization": stated}))
+    (tmp_path / "config.json").write_text(json.dumps({"llm_config": {"quantization": stated}}))
     np.testing.assert_array_equal(np.asarray(ef.load_checkpoint(tmp_path)["m.weight"].materialize()), values)
+
+
+def test_of_two_checkpoints_in_a_folder_the_usual_one(tmp_path: Path):
+    """Mistral has its own files beside those of Hugging Face, each with an index."""
+    for stem in ("consolidated", "model"):
+        name = f"{stem}-00001-of-00001.safetensors"
+        safetensors.numpy.save_file({stem: ones("f4", 2)}, tmp_path / name)
+        (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": {stem: name}}))
+    assert set(ef.load_checkpoint(tmp_path)) == {"model"}
 
 
 def test_what_mlx_says_counts_for_its_weights(tmp_path: Path):

@@ -307,7 +307,8 @@ def _find_in(folder: Path) -> Path:
                 raise CheckpointError(what, file=folder, fix="Fetch all files of the checkpoint.")
             if len(kinds) == 1:
                 return found[0] if suffix == ".gguf" else folder  # any of its parts stands for a GGUF file
-        usual = [path for path in found if path.name in (f"model{suffix}", f"pytorch_model{suffix}")]
+        names = (f"model{suffix}", f"pytorch_model{suffix}")
+        usual = [path for path in found if path.name.removesuffix(INDEX_SUFFIX) in names]
         found = usual if len(found) > 1 and len(usual) == 1 else found
         if len(found) == 1:
             return found[0]

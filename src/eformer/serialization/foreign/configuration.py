@@ -21,18 +21,19 @@ READ = (
 )  # fmt: skip
 # Where it is; a later one, which MLX writes, adds to what an earlier one says.
 CONFIG_KEYS = ("compression_config", "quantization_config", "quantization")
+_OF_LANGUAGE = ("text_config", "llm_config", "language_config")  # part of a model with pictures
 _OF_A_WEIGHT = ("bits", "group_size", "mode")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What `config.json` in a folder says of quantization, and the dtype of the model; empty if there is nothing."""
     model = read_json(folder / "config.json")
-    inner: Any = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
-    stated: Any = [m[key] for m in (inner, model) for key in CONFIG_KEYS if isinstance(m.get(key), dict)]
+    parts = [part for key in _OF_LANGUAGE if isinstance(part := model.get(key), dict)] + [model]
+    stated = [part[key] for part in parts for key in CONFIG_KEYS if isinstance(part.get(key), dict)]
     stated = stated or [read_json(folder / "quantize_config.json")]
-    dtypes = [m.get(key) for m in (model, inner) for key in ("dtype", "torch_dtype") if isinstance(m.get(key), str)]
+    dtypes = [part[key] for part in parts for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)]
     found: dict[str, Any] = {key: value for part in stated for key, value in part.items()}
-    return {**found, "dtype": dtypes[0]} if dtypes else found
+    return {**found, "dtype": dtypes[-1]} if dtypes else found
 
 
 def of_weight(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
@@ -40,9 +41,9 @@ def of_weight(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
     it leaves out are those of the program, not of the other weights."""
     extra = config.get("extra_config")
     own = config.get(stem, extra.get(stem) if isinstance(extra, Mapping) else None)
-    if not isinstance(own, Mapping):
-        return config
-    return {**{key: value for key, value in config.items() if key not in _OF_A_WEIGHT}, **own}
+    if isinstance(own, Mapping):
+        config = {**{key: value for key, value in config.items() if key not in _OF_A_WEIGHT}, **own}
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def words_of(config: Mapping[str, Any]) -> str:

@@ -18,8 +18,9 @@ SCHEMES: tuple[Scheme, ...] = integer_schemes.SCHEMES + float_schemes.SCHEMES
 # Tensors that mean nothing without others. These suffixes parameters of any model may have.
 _COMMON = {"", ".weight", ".scale", ".scales", ".biases", "_scale", "_scales"}
 _COMPANIONS = sorted({s for scheme in SCHEMES for s in scheme.suffixes} - _COMMON, key=len, reverse=True)
+# What values of few bits are multiplied by; what activations are, is no part of a weight.
+_SCALE = re.compile(r"(?!.*(input|activation|act_|_act$)).*(scal(e|ing)|absmax).*")
 # Values of few bits, which beside a scale are codes. Indices of 64 bits and masks are none.
-_SCALE = re.compile(r"(?!.*(input|act)).*scale.*")  # those of activations are no part of a weight
 _NARROW = re.compile(r"u?int(8|16|32)|float8.*|float4.*")
 RAW = "`eformer.open_lazy` gives the stored tensors as they are."
 CONVERT = f"Convert it with the program that made it, or take the dense checkpoint. {RAW}"
@@ -62,6 +63,7 @@ def find_weights(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> dic
 
 def _check_complete(left: Mapping[str, Entry], entries: Mapping[str, Entry], config: Mapping[str, Any]) -> None:
     """What belongs to no weight must not be part of one."""
+    said = words_of(config)
     scales = {name.rpartition(".")[0]: name for name in left if _SCALE.fullmatch(name.rpartition(".")[2])}
     for name, entry in left.items():
         suffix = next((s for s in _COMPANIONS if f".{name}".endswith(s)), None)
@@ -76,14 +78,18 @@ def _check_complete(left: Mapping[str, Entry], entries: Mapping[str, Entry], con
         scale = scales.get(name) or scales.get(name.rpartition(".")[0])
         if suffix is not None:
             _refuse_part(name, suffix, [n for n in entries if n.startswith(stem) and n != name], entries, config)
-        if scale not in (None, name) and len(entry.shape) > 1 and _NARROW.fullmatch(entry.dtype.name):
-            what = (
-                f"is {text_of(entry)} with {scale!r} {text_of(entries[scale])} beside it: codes of a quantized weight"
-            )
-            raise CheckpointError(f"{what}, in no layout that is read.{words_of(config)}", tensor=name, fix=CONVERT)
+        if len(entry.shape) > 1 and _NARROW.fullmatch(entry.dtype.name) and scale != name:
+            is_weight = name.endswith("weight") or entry.dtype.name.startswith("float")
+            if scale is not None:
+                beside = f"{scale!r} {text_of(entries[scale])}"
+                what = f"is {text_of(entry)} beside {beside}: a quantized weight in no layout that is read."
+                raise CheckpointError(what + said, tensor=name, fix=CONVERT)
+            if is_weight and said:
+                what = f"is {text_of(entry)}, but nothing beside it says what these values are multiplied by."
+                raise CheckpointError(what + said, tensor=name, fix=f"Fetch all files. {RAW}")
         if name.endswith(".bitmask") and f"{name.removesuffix('bitmask')}compressed" in entries:
-            what = f"says where the values of a sparse weight are; only dense ones are read.{words_of(config)}"
-            raise CheckpointError(what, tensor=name, fix=CONVERT)
+            what = "says where the values of a sparse weight are; only dense ones are read."
+            raise CheckpointError(what + said, tensor=name, fix=CONVERT)
 
 
 def _refuse_part(

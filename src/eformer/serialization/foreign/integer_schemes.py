@@ -237,8 +237,8 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     numbers = [group["num_bits"] for group in stated if group.get("num_bits") is not None]
     ways = [way for way in ways if not numbers or way[0] in numbers]
     if not ways:
-        what = f"is {text_of(codes)}, but rows have {size} values: no number of bits fits"
-        raise wrong(".weight_packed", f"{what}{f' of {numbers[:8]}, as config_groups says' * bool(numbers)}.")
+        what = f"is {text_of(codes)}, but rows have {size} values: no number of bits in {_BITS} fits"
+        raise wrong(".weight_packed", f"{what}{f'; config_groups says {numbers[:8]}' * bool(numbers)}.")
     (bits, stream), groups = ways[-1], shape[1]
     if ".weight_zero_point" in parts:
         unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them
