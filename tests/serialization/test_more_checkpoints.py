@@ -266,6 +266,13 @@ def test_of_two_checkpoints_in_a_folder_the_usual_one(tmp_path: Path):
         safetensors.numpy.save_file({stem: ones("f4", 2)}, tmp_path / name)
         (tmp_path / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": {stem: name}}))
     assert set(ef.load_checkpoint(tmp_path)) == {"model"}
+    for index in tmp_path.glob("*.json"):
+        index.unlink()
+    safetensors.numpy.save_file({"other": ones("f4", 2)}, tmp_path / "adapter_model.safetensors")
+    assert set(ef.load_checkpoint(tmp_path)) == {"model"}
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ef.errors.CheckpointError, match=r"2 checkpoints \(adapter_model.*consolidated-0.*; name one"):
+        ef.load_checkpoint(tmp_path)
 
 
 def test_what_mlx_says_counts_for_its_weights(tmp_path: Path):
