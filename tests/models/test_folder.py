@@ -163,14 +163,15 @@ def test_checkpoints_of_other_programs(tmp_path: Path):
 
 
 def test_scales_of_activations_beside_weights(tmp_path: Path):
-    """Those of a server that rounds activations; beside a dense weight such a tensor is an error as any other."""
+    """Those of a server that rounds activations or the cache; beside a dense weight they are an error as any other."""
     source = folders.write(tmp_path / "source", "qwen 3")
     ef.quantize_folder(source, tmp_path / "ours", {"*_proj*": {"dtype": "int8", "axis": -1}}, default=None, min_size=0)
     export(tmp_path / "ours", tmp_path / "theirs", "compressed-tensors")
     file = tmp_path / "theirs" / "model.safetensors"
     expected, tensors = load(tmp_path / "theirs").params, load_file(file)
     scale = np.ones((), np.float32)
-    save_file({**tensors, "model.layers.0.self_attn.q_proj.input_scale": scale}, file)
+    known = ("q_proj.input_scale", "q_proj.activation_scale", "k_proj.k_scale", "v_proj.output_scale", "v_scale")
+    save_file({**tensors, **{f"model.layers.0.self_attn.{name}": scale for name in known}}, file)
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "theirs").params, expected)
     save_file({**tensors, "model.embed_tokens.input_scale": scale}, file)
     with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.input_scale': is not part of the model"):

@@ -139,6 +139,18 @@ def test_files_of_pytorch(tmp_path: Path):
     np.testing.assert_array_equal(found.params["norm"], expected.params["norm"].astype(jnp.bfloat16))
 
 
+def test_tensors_of_pytorch_that_are_not_plain(tmp_path: Path):
+    """Named when the file is opened, not by an error of torch when they are read."""
+    file = tmp_path / "m.bin"
+    for tensor, word in ((torch.eye(2).to_sparse(), "sparse_coo"), (torch.ones(2, device="meta"), "meta")):
+        torch.save({"a": tensor}, file)
+        with pytest.raises(CheckpointError, match=rf"m\.bin: tensor 'a': is a tensor of torch .*{word}"):
+            ef.open_checkpoint(file)
+    torch.save({"a": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, file)
+    with pytest.raises(CheckpointError, match=r"m\.bin: tensor 'a': 'float4_e2m1fn_x2' is not a dtype"):
+        ef.open_checkpoint(file)
+
+
 def test_a_pickle_that_runs_a_program_is_refused(tmp_path: Path):
     class Program:
         def __reduce__(self) -> Any:

@@ -72,6 +72,7 @@ def safetensors_bytes(folder: Path) -> bytes:
 
 
 FOREIGN = "foreign.safetensors"
+FUSED = ("fp8.weight", "fp8.weight_scale_inv")  # for experts in one tensor
 
 
 def foreign_config(folder: Path) -> dict[str, Any]:
@@ -91,10 +92,12 @@ def foreign_config(folder: Path) -> dict[str, Any]:
     }
     for stem, (parts, _, _) in kinds.items():
         tensors |= {f"{stem}{name.removeprefix('m')}": array for name, array in parts.items()}
+    tensors |= {f"all{name.removeprefix('fp8.weight')}": np.stack([tensors[name]] * 2) for name in FUSED}
     safetensors.numpy.save_file(tensors, folder / FOREIGN)
     groups = kinds["packed"][1]["config_groups"]
-    own = {"mlx": {"bits": 3, "group_size": 64}, "mx": {"mode": "mxfp4"}, "awq": {"version": "gemm", "bits": 4}}
-    stated = {"quant_method": "gptq", "checkpoint_format": "gptq", "config_groups": groups, "sym": False, **own}
+    own = {"mlx": {"bits": 3, "group_size": 64}, "mx": {"mode": "mxfp4"}, "awq": {"quant_method": "awq", "bits": 4}}
+    more = {"extra_config": {"sorted": {"bits": 3, "group_size": 32}}, "dynamic": {"+:gptq": {"bits": 4}}}
+    stated = {"quant_method": "gptq", "checkpoint_format": "gptq", "config_groups": groups, "sym": False, **own, **more}
     return {"torch_dtype": "float16", "quantization_config": {**stated, "group_size": 32}}
 
 

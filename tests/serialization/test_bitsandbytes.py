@@ -90,6 +90,18 @@ def test_other_tables_and_groups_stay_exact(golden):
     assert_same(found.absmax, jax.device_put(expanded.reshape(40, 8)))
 
 
+@pytest.mark.parametrize("storage", ["bfloat16", "float32"])
+def test_bytes_that_are_called_something_else(storage, golden, tmp_path):
+    """`quant_storage`: the same bytes under the dtype that the rest of the model has, as FSDP wants them."""
+    state = {key: np.asarray(golden[key]) for key in golden if key.startswith("nested.")}
+    stored = {**state, "nested.weight": state["nested.weight"].reshape(-1).view(jnp.dtype(storage))}
+    safetensors.numpy.save_file(stored, tmp_path / "m.safetensors")
+    assert_same(
+        files.load_checkpoint(tmp_path / "m.safetensors")["nested.weight"],
+        files.from_bitsandbytes(state)["nested.weight"],
+    )
+
+
 NAME = "plain.weight"
 
 

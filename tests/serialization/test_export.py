@@ -19,7 +19,7 @@ from .trees import assert_same
 EXPORTS = {
     "gptq": ("gptq v2", "gptq, symmetric", "gptq, 3 bits", "gptq, act order", "gptq, one group", "awq"),
     "mlx": ("mlx, 4 bits", "mlx, 3 bits", "mlx, experts", "mlx mxfp4", "mlx mxfp8", "mlx nvfp4"),
-    "fp8": ("fp8, tiles", "fp8, rows", "fp8, tensor", "fp8, e5m2"),
+    "fp8": ("fp8, tiles", "fp8, rows", "fp8, tensor", "fp8, e5m2", "fp8, exponents"),
     "compressed-tensors": (
         "pack-quantized", "pack-quantized, 8 bits", "pack-quantized, zero points", "pack-quantized, act order",
         "pack-quantized, ragged", "int-quantized", "fp8, tiles", "fp8, rows", "compressed-tensors mxfp4", "awq",
@@ -54,6 +54,23 @@ def test_export_of_kernels_of_jax(tmp_path: Path):
         found = ef.load_checkpoint(files.export(tree, tmp_path / to, to))
         assert set(found) == {"a.weight", "a.bias"}
         np.testing.assert_array_equal(np.asarray(found["a.weight"].materialize()).T, np.asarray(q.materialize()))
+
+
+def test_exponents_become_the_numbers_they_stand_for(tmp_path: Path):
+    """compressed-tensors has no FP8 with scales of e8m0."""
+    source = made.written(tmp_path / "m", made.fp8(np.random.default_rng(0), e8m0=True))
+    folder = files.export(source, tmp_path / "out", "compressed-tensors")
+    before, after = (ef.load_checkpoint(path)["m.weight"] for path in (source, folder))
+    assert after.scale.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(after.materialize()), np.asarray(before.materialize()))
+
+
+def test_a_layer_alone(tmp_path: Path):
+    """Its tensors have nothing before their names, as in the state of one layer of PyTorch."""
+    q = ef.quantize(jnp.ones((64, 64)), dtype="int4", block_size=32, axis=-1)
+    found = ef.load_checkpoint(files.export({"weight": q, "bias": jnp.ones(64)}, tmp_path, "gptq"))
+    assert set(found) == {"weight", "bias"}
+    np.testing.assert_array_equal(np.asarray(found["weight"].materialize()), np.asarray(q.materialize()))
 
 
 def test_names_say_which_axis_is_contracted(tmp_path: Path):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer import models
 from eformer import serialization as files
 from eformer.jaximus import ImplicitArray, implicit, materialization_policy
 from eformer.ops.quantization import quantize
@@ -170,3 +171,62 @@ def test_gguf_is_a_source_of_streaming(path, tmp_path):
     packed = {name for name, array in files.load_gguf(path).items() if isinstance(array, ImplicitArray)}
     assert {name for name in packed if not isinstance(found[name], ImplicitArray)} == set()  # nobody asked to decode
     assert '"general.name": "tiny"' in files.open_lazy(report.path).metadata["gguf"]
+
+
+# -- more than one file, and folders -----------------------------------------------------------------------------------
+
+
+def write_parts(folder: Path, count: int = 2, **changes: int) -> list[Path]:
+    """A model in several files, as llama-gguf-split makes them: tensor `t.i` is in file `i`."""
+    paths = [folder / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, path in enumerate(paths):
+        split = {"split.no": np.uint16(i), "split.count": np.uint16(count), "general.name": f"part {i}"}
+        split |= {f"split.{key}": np.uint16(value) for key, value in changes.items()}
+        path.write_bytes(gguf_bytes({f"t.{i}": ("Q8_0", (4, 64))}, metadata=split, seed=i))
+    return paths
+
+
+def test_a_model_in_several_files_is_one(tmp_path):
+    """Whichever part is named, and by their folder; tensors come from the file they are in."""
+    first, second = write_parts(tmp_path)
+    wanted = np.frombuffer(second.read_bytes()[-4 * 68 :], np.uint8).reshape(-1, 34)
+    for path in (first, second, tmp_path):
+        opened = files.open_checkpoint(path)
+        assert isinstance(opened, files.GgufFile)
+        assert list(opened) == ["t.0", "t.1"]
+        assert opened.metadata["general.name"] == "part 0"
+        np.testing.assert_array_equal(np.asarray(opened["t.1"].materialize()), DECODERS["Q8_0"](wanted).reshape(4, 64))
+    files.quantize_file(tmp_path, tmp_path / "ours.safetensors", min_size=0)
+    assert set(files.load(tmp_path / "ours.safetensors")) == {"t.0", "t.1"}
+    (tmp_path / "ours.safetensors").unlink()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(files.CheckpointError, match=r"holds a GGUF file.*Quantize m-00001-of-00002\.gguf to a file"):
+        files.quantize_folder(tmp_path, tmp_path / "out")
+    with pytest.raises(files.CheckpointError, match=r"m-00001-of-00002\.gguf: says None for llama\."):
+        models.load(tmp_path)
+
+
+def test_parts_that_do_not_belong_together(tmp_path):
+    first, second = write_parts(tmp_path)
+    moved = first.rename(tmp_path / "first.gguf")
+    with pytest.raises(files.CheckpointError, match=r"of a model in 2 files, but is not called NAME-00001-of-00002"):
+        files.open_gguf(moved)
+    with pytest.raises(files.CheckpointError, match=r"1 are missing, such as m-00001-of-00002\.gguf"):
+        files.open_gguf(second)
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(files.CheckpointError, match=r"m-00001-of-00002\.gguf: is not part 1 of 2 of m-00002"):
+        files.open_gguf(second)
+
+
+def test_types_that_are_not_read_are_listed(tmp_path):
+    """The other tensors of the file are read; quantizing it is refused before anything is written."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes({"a": ("Q5_1", (2, 2048)), "b": ("F32", (4,))}, seed=1))
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"a" + bytes([2, 0, 0, 0])) + 21] = 18  # IQ3_XXS, which takes fewer bytes
+    path.write_bytes(raw)
+    assert {t.path: t.format for t in files.inspect(path).tensors} == {"a": "IQ3_XXS", "b": "dense"}
+    assert files.open_gguf(path)["b"].shape == (4,)
+    with pytest.raises(files.CheckpointError, match="'a': is of the ggml type IQ3_XXS; supported are F32"):
+        files.quantize_file(path, tmp_path / "out.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

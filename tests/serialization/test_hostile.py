@@ -264,7 +264,10 @@ GGUF = {
     "alignment of text": (gguf(string("general.alignment") + value("x")), "general.alignment 'x'"),
     "rank 4 billion": (gguf(tensors=tensor(rank=2**32 - 1) + b"\0" * 99, count=1), "'t': claims 4,294,967,295 axes"),
     "an unknown tensor type": (gguf(tensors=tensor(code=999), count=1), "'t': is of the ggml type 999; supported"),
-    "a tensor type not read": (gguf(tensors=tensor(code=23), count=1), "'t': is of the ggml type IQ4_XS; supported"),
+    "a tensor type not read": (
+        gguf(tensors=tensor(shape=(256,), code=23), count=1) + b"\0" * 200,
+        "'t': is of the ggml type IQ4_XS; supported",
+    ),
     "half a block": (gguf(tensors=tensor(shape=(33,), code=8), count=1), "Q8_0 holds rows of whole blocks of 32"),
     "sizes that overflow": (gguf(tensors=tensor(shape=(2**40, 2**40)), count=1), "has the shape"),
     "out of range": (gguf(tensors=tensor(), count=1), r"'t': lies at bytes .* of a file of"),

@@ -16,7 +16,7 @@ from eformer.models._decoder import CACHES
 from eformer.models._llama_file import SMOLLM2, model_file
 from eformer.ops.quantization import QuantizationType, quantize_tree
 from eformer.ops.quantization import report as report_of
-from eformer.serialization.foreign.gguf import is_gguf
+from eformer.serialization.foreign.gguf import gguf_at
 
 from ._commands import OK, Failure, WrongUse, add_json, print_json
 from .inspect import check_exists
@@ -136,7 +136,7 @@ def loaded(name: str, options: argparse.Namespace, form: str | None = None) -> M
     is_new = form != STORED
     try:
         progress = False if options.quiet else None
-        model = load(path, dense=is_new and is_gguf(path), dtype=options.dtype, progress=progress)
+        model = load(path, dense=is_new and gguf_at(path) is not None, dtype=options.dtype, progress=progress)
     except ImportError as err:  # an extra that is not installed
         raise Failure(str(err)) from err
     if is_new and any(isinstance(leaf.value, ImplicitArray) for leaf in open_tree(model.params).leaves):

@@ -18,6 +18,7 @@ from eformer._core import ImplicitArray, implicit, materialize
 from eformer._core.tree import tree_map_with_implicit
 from eformer._quantize.tree import Progress, Reporter, reporter
 from eformer.errors import CheckpointError
+from eformer.serialization.foreign.gguf import gguf_at
 from eformer.serialization.inspection import open_checkpoint
 
 from . import _fused
@@ -26,9 +27,10 @@ from ._generate import Model
 from ._llama_file import read as read_file
 from ._tokenizer import Tokenizer
 
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-# What a server rounds activations by, beside a quantized weight. Here they are not rounded.
-_INPUT_SCALE = re.compile(r"\.(input_scale|input_global_scale|input_zero_point)$")
+# Tables that are computed here, and what a server rounds keys and values by. Here they are not rounded.
+_IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.self_attn\.([qkv]|kv|prob)_(scale|zero_point))$")
+# What it rounds activations by, beside a quantized weight.
+_INPUT_SCALE = re.compile(r"\.(input_(scale|global_scale|zero_point|scale_ub)|(activation|output|[kv])_scale)$")
 
 
 def load(
@@ -48,7 +50,7 @@ def load(
         fuse: join the matrices of a layer that are multiplied with the same x (see `fuse`).
         progress: as for `quantize_tree`, after each tensor.
     """
-    if is_folder(path):
+    if is_folder(path) and gguf_at(path) is None:
         with reporter(progress, "loading") as tell:
             model = _of_folder(Path(path), dense, dtype, tell)
     else:

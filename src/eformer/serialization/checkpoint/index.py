@@ -195,13 +195,13 @@ class FileSet:
 def open_set(path: str | os.PathLike[str]) -> FileSet:
     """Open the checkpoint at a path: a file, an index, the name both would have, or a folder that holds one."""
     try:
-        return _open_set(_find(Path(path)))
+        return _open_set(find_checkpoint(Path(path)))
     except (CheckpointError, FileNotFoundError) as err:
         gone = err.__cause__ if isinstance(err, CheckpointError) else err
         if not isinstance(gone, FileNotFoundError):
             raise
     # A new save may have removed the files that the index just read had named.
-    return _open_set(_find(Path(path)))
+    return _open_set(find_checkpoint(Path(path)))
 
 
 def _open_file(path: Path) -> MappedFile:
@@ -261,12 +261,13 @@ def _file_set(path: Path, owners: Any, described: Any, parts: Any, metadata: Any
     return FileSet(path, owners, leaves, structure, described.get("aliases", {}), other)
 
 
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
+_USUAL = ("model", "pytorch_model")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|gguf)")
 
 
 def _shards_of(folder: Path) -> FileSet:
     """Files that name themselves shards of one checkpoint, without an index."""
-    files = [_open_file(path) for path in sorted(folder.iterdir()) if _SHARD.fullmatch(path.name)]
+    files = [_open_file(path) for path in _chosen(folder)]
     owners: dict[str, MappedFile] = {}
     for file in files:
         twice = owners.keys() & file.header.entries.keys()
@@ -278,7 +279,7 @@ def _shards_of(folder: Path) -> FileSet:
     return _file_set(folder, owners, {}, parts, {})
 
 
-def _find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The file or index that a path stands for; a folder of shards without an index stands for itself."""
     if path.is_dir():
         return _find_in(path)
@@ -291,26 +292,37 @@ def _find(path: Path) -> Path:
 
 
 def _find_in(folder: Path) -> Path:
+    found = _chosen(folder)
+    # Any of its parts stands for a GGUF file.
+    return found[0] if len(found) == 1 or found[0].suffix == ".gguf" else folder
+
+
+def _chosen(folder: Path) -> list[Path]:
+    """What makes up the checkpoint in a folder: one file, an index, or shards."""
     indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     of_torch = [path for path in indices if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIXES)]
-    for suffix in (SUFFIX, *SUFFIXES):
+    for suffix in (SUFFIX, *SUFFIXES, ".gguf"):
         found = [path for path in indices if (path in of_torch) == (suffix != SUFFIX)]
         found = found or sorted(folder.glob(f"*{suffix}"))
-        shards = [match for path in found if (match := _SHARD.fullmatch(path.name))]
-        if found and len(shards) == len(found):
-            kinds = {(match[1], match[3]) for match in shards}
-            lost = {*range(1, int(shards[0][3]) + 1)} - {int(match[2]) for match in shards}
-            if len(kinds) == 1 and lost:
-                what = f"has {len(shards)} of {int(shards[0][3])} shards; number {min(lost)} is missing."
-                raise CheckpointError(what, file=folder, fix="Fetch all files of the checkpoint.")
-            if len(kinds) == 1:
-                return folder
-        usual = [path for path in found if path.name in (f"model{suffix}", f"pytorch_model{suffix}")]
-        found = usual if len(found) > 1 and len(usual) == 1 else found
-        if len(found) == 1:
-            return found[0]
-        if found:
+        sets: dict[tuple[str, int], list[Path]] = {}
+        for path in found:
+            shard = _SHARD.fullmatch(path.name)
+            name = path.name.removesuffix(INDEX_SUFFIX).removesuffix(suffix)
+            sets.setdefault((shard[1], int(shard[3])) if shard else (name, 1), []).append(path)
+        usual = [key for key in sets if key[0] in _USUAL]
+        keys = usual if len(sets) > 1 and len(usual) == 1 else [*sets]
+        if len(keys) > 1:
             names = ", ".join(p.name for p in found[:8])
             raise CheckpointError(f"is a folder with {len(found)} checkpoints ({names}); name one.", file=folder)
+        if keys:
+            _check_shards(folder, sets[keys[0]], keys[0][1])
+            return sets[keys[0]]
     fix = "Name the folder that has the .safetensors, .gguf, .bin or .pt files."
     raise CheckpointError("is a folder without a checkpoint.", file=folder, fix=fix)
+
+
+def _check_shards(folder: Path, found: Sequence[Path], count: int) -> None:
+    numbers = {int(match[2]) for path in found if (match := _SHARD.fullmatch(path.name))}
+    if numbers and (lost := {*range(1, count + 1)} - numbers):
+        what = f"has {len(numbers)} of {count} shards; number {min(lost)} is missing."
+        raise CheckpointError(what, file=folder, fix="Fetch all files of the checkpoint.")

@@ -16,7 +16,7 @@ import numpy as np
 
 from eformer.errors import CheckpointError
 
-from ..safetensors.header import Entry, Header, named_dtype
+from ..safetensors.header import Entry, Header, about, named_dtype
 from ..safetensors.reading import MappedFile, open_regular, owned
 
 SUFFIXES = (".bin", ".pt", ".pth")
@@ -33,7 +33,8 @@ class TorchFile(MappedFile):
         self._tensors = _loaded(self.path)
         entries = {}
         for name, tensor in self._tensors.items():
-            dtype = named_dtype(str(tensor.dtype).removeprefix("torch."))
+            with about(self.path, name):
+                dtype = _dtype_of(tensor)
             entries[name] = Entry(name, dtype, tuple(tensor.shape), 0, tensor.numel() * dtype.itemsize)
         self.header = Header(entries, {}, 0)
 
@@ -62,6 +63,13 @@ class TorchFile(MappedFile):
 
     def announce(self, name: str) -> None:
         del name
+
+
+def _dtype_of(tensor: Any) -> np.dtype:
+    layout = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+    if layout != "torch.strided":
+        raise CheckpointError(f"is a tensor of torch that is not plain, but {layout}.", fix="Save its dense values.")
+    return named_dtype(str(tensor.dtype).removeprefix("torch."))
 
 
 def _loaded(path: Path) -> dict[str, Any]:

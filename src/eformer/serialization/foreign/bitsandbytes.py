@@ -75,7 +75,10 @@ class StoredWeight:
         self.shape, self.block = tuple(shape), int(block)
         self.size = math.prod(shape)
         self.blocks = math.ceil(self.size / self.block)
-        self.codes = _sized(_array(state[name]), math.ceil(self.size / 2), "uint8", "codes")
+        # Bytes, which `quant_storage` may have called values of another dtype.
+        codes = np.ascontiguousarray(_array(state[name]))
+        codes = codes.reshape(-1).view(np.uint8) if codes.dtype.name in DTYPES else codes
+        self.codes = _sized(codes, math.ceil(self.size / 2), "uint8", "codes")
         self.table = _sized(found["quant_map"], 16, "float32", "quant_map")
         self.nested = self._nested(found, details) if "nested_absmax" in found else None
         dtype = "uint8" if self.nested else "float32"

@@ -22,7 +22,7 @@ from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.int8.array import Array8B
 from eformer._formats.integer.array import ArrayInt
 from eformer._formats.permuted.array import PermutedArray
-from eformer._kernels.formats import unpack
+from eformer._kernels.formats import scale_values, unpack
 from eformer.errors import CheckpointError
 
 from ..checkpoint.load import LazyCheckpoint
@@ -30,7 +30,8 @@ from ..safetensors.writing import atomic_file, write_file
 from ..tree.describe import Leaf, host
 from ..tree.structure import named_leaves
 from . import layouts
-from .packed import CONFIG_KEYS, open_checkpoint, read_json
+from .configuration import CONFIG_KEYS, read_json
+from .packed import open_checkpoint
 
 Stored = dict[str, Any]  # arrays by suffix
 Note = dict[str, Any]  # what the configuration says of the weight
@@ -132,6 +133,8 @@ def fp8(q: Any, name: str, scale: str = ".weight_scale_inv") -> tuple[Stored, No
     else:
         codes, numbers = _rows(q, q.codes, name)
         scale, note = ".weight_scale", {}
+    if numbers.dtype == jnp.uint8:
+        numbers = lax.bitcast_convert_type(numbers, jnp.float8_e8m0fnu)
     return {".weight": lax.bitcast_convert_type(codes, dtype), scale: numbers}, {
         **note,
         "fmt": "e5m2" if e5m2 else "e4m3",
@@ -146,6 +149,8 @@ def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
             return {".weight": weight, ".weight_scale": scale}, note
     if isinstance(q, ArrayFloat) and q.kind in ("fp8", "fp8_e5m2"):
         stored, _ = fp8(q, name, ".weight_scale")
+        if (scale := stored[".weight_scale"]).dtype == jnp.float8_e8m0fnu:  # exact: powers of two
+            stored[".weight_scale"] = scale_values(lax.bitcast_convert_type(scale, jnp.uint8))
         strategy = "block" if q.blocked is not None else "tensor" if stored[".weight_scale"].size == 1 else "channel"
         more = {"block_structure": [128, 128]} if strategy == "block" else {}
         return stored, {**_note("float-quantized", 8, "float", strategy), **more}
@@ -292,11 +297,12 @@ def _planned(name: str, value: Any, write: Any, to: str) -> tuple[Leaf, Note | N
 
 
 def _stem(name: str) -> str:
-    return name.removesuffix(".weight").removesuffix(".kernel")
+    """The name of the layer; empty for the `weight` of a layer alone."""
+    return f".{name}".removesuffix(".weight").removesuffix(".kernel")[1:]
 
 
 def _stored(name: str, parts: Stored) -> Stored:
-    return {f"{_stem(name)}{suffix}": array for suffix, array in parts.items()}
+    return {f"{_stem(name)}{suffix}".removeprefix("."): array for suffix, array in parts.items()}
 
 
 def _beside(source: Any) -> Note:

@@ -22,100 +22,124 @@ _TILE = 128
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
 
 
-def _plan_fp8(suffix: str) -> Any:
+def fp8(codes: str, suffix: str) -> Scheme:
+    """A row for matrices, or stacks of them, `(..., out, in)`, with scales of floating point."""
+
     def plan(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
-        codes, scale = parts[".weight"], parts[suffix]
-        rows, size = codes.shape
-        tiles = (-(-rows // _TILE), -(-size // _TILE))
+        stored, scale = parts[codes], parts[suffix]
+        *lead, rows, size = stored.shape
+        tiles = (*lead, -(-rows // _TILE), -(-size // _TILE))
+        one = (1,) * len(stored.shape)
         stated = config.get("weight_block_size")
-        if stated not in (None, [_TILE, _TILE]) and len(scale.shape) == 2 and min(scale.shape) > 1:
+        if stated not in (None, [_TILE, _TILE]) and min(scale.shape[len(lead) :], default=1) > 1:
             what = f"has a scale per block of {stated!r:.50}; only [{_TILE}, {_TILE}] is read."
             raise wrong(suffix, what, "Decode it with the program that made it, and quantize that.")
-        allowed = ((), (1,), (1, 1), (rows,), (rows, 1), tiles)
+        # The shapes a scale may have, and those they stand for.
+        whole, outputs, inputs = (*lead, 1, 1), (*lead, rows, 1), (*lead, 1, size)
+        allowed = {(*lead,): whole, (*lead, rows): outputs, whole: whole, outputs: outputs, tiles: tiles}
+        allowed |= {(): one, (1,): one, one: one, **({inputs: inputs} if lead else {})}
         if scale.shape not in allowed:
-            what = f"is {text_of(scale)}, but a weight {text_of(codes)} has one scale, {rows}, or {list(tiles)}."
+            each = " for each matrix" if lead else ""
+            what = f"is {text_of(scale)}, but a weight {text_of(stored)} has one scale, {rows}, or {list(tiles)}{each}."
             raise wrong(suffix, what)
-        return {"scale": suffix, "kind": _FP8[codes.dtype.name]}
+        # The first axis may come in pieces.
+        numbers = {"codes": codes, "scale": suffix, "shape": (-1, *allowed[scale.shape][1:])}
+        return {**numbers, "kind": _FP8[stored.dtype.name]}
 
-    return plan
+    needs = {codes: tuple(_FP8), suffix: (*FLOATS, _E8M0[1])}
+    return Scheme("fp8", "fp8", needs, plan, _make_fp8, ndim=0, leaf=codes)
 
 
-def _make_fp8(arrays: Any, *, scale: str, kind: str, dtype: str) -> Any:
-    codes, found = arrays[".weight"], arrays[scale]
-    found = found if found.ndim == 2 else found.reshape(-1, 1)
-    return ArrayFloat.from_codes(codes, found, kind=kind, axis=-1, dtype=dtype)
+def _make_fp8(arrays: Any, *, codes: str, scale: str, kind: str, shape: tuple[int, ...], dtype: str) -> Any:
+    return ArrayFloat.from_codes(arrays[codes], arrays[scale].reshape(shape), kind=kind, axis=-1, dtype=dtype)
 
 
 # -- blocks with a scale each ------------------------------------------------------------------------------------------
 
 
 def in_blocks(
-    method: str, kind: str, codes: str, dtype: str, scales: str, of: tuple[str, ...], whole: str = ""
+    method: str, kind: str, codes: str, dtype: str, scales: str, of: tuple[str, ...], whole: str = "", ndim: int = 0
 ) -> Scheme:
-    """A row for codes in words or bytes, `(..., in)`, and scales `(..., in / block)`."""
+    """A row for codes in words or bytes, `(..., in)`, with scales `(..., in / block)`; stacks may end in `in, out`."""
     bits, block = _BLOCKS[kind]
     is_word = dtype == "uint32"
 
-    def count(stored: Entry) -> int:
-        return -(-stored.shape[-1] * 8 * stored.dtype.itemsize // bits // block)
+    def count(stored: Entry, axis: int = -1) -> int:
+        return -(-stored.shape[axis] * 8 * stored.dtype.itemsize // bits // block)
 
     def fits(parts: Parts) -> bool:
-        """MLX stores everything in words: how many scales there are tells the kinds apart."""
-        return not is_word or parts[scales].shape[-1:] == (count(parts[codes]),)
+        """Where dtypes do not tell the kinds apart, the number of scales does."""
+        return dtype == "uint8" or parts[scales].shape[-1:] == (count(parts[codes]),)
 
     def plan(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
-        stored = parts[codes]
-        expect(parts, scales, (*stored.shape[:-1], count(stored)), f"{kind} of {text_of(stored)}")
-        if whole and parts[whole].shape not in ((), (1,)):
+        stored, lead = parts[codes], parts[codes].shape[:-2]
+        turned = bool(lead) and parts[scales].shape == (*lead, count(stored, -2), stored.shape[-1])
+        if not turned:
+            expect(parts, scales, (*stored.shape[:-1], count(stored)), f"{kind} of {text_of(stored)}")
+        if whole and parts[whole].shape not in ((), (1,), lead, (*lead, 1), (*lead, 1, 1)):
             raise wrong(whole, f"is {text_of(parts[whole])}, but {kind} has one number per tensor.")
         if is_word and config.get("mode", kind) != kind:
             raise wrong(scales, f"belongs to mode={kind!r}, but the quantization config says {config['mode']!r:.50}.")
-        return {"codes": codes, "scales": scales, "whole": whole, "kind": kind}
+        return {"codes": codes, "scales": scales, "whole": whole, "kind": kind, "turned": turned}
 
     needs = {codes: (dtype,), scales: of, **({whole: FLOATS} if whole else {})}
-    return Scheme(f"{method} {kind}", method, needs, plan, _make_blocks, ndim=0, fits=fits)
+    return Scheme(
+        f"{method} {kind}", method, needs, plan, _make_blocks, ndim=ndim, fits=fits, leaf="" if not codes else ".weight"
+    )
 
 
-def _make_blocks(arrays: Any, *, codes: str, scales: str, whole: str, kind: str, dtype: str) -> Any:
+def _make_blocks(arrays: Any, *, codes: str, scales: str, whole: str, kind: str, turned: bool, dtype: str) -> Any:
     fields, scale, tensor_scale = arrays[codes], arrays[scales], None
+    if turned:
+        fields, scale = fields.mT, scale.mT
     if fields.dtype.itemsize > 1 or _BLOCKS[kind][0] < 8:
         fields = layouts.word_fields(fields, _BLOCKS[kind][0])
     if kind == "nvfp4" and scale.dtype == jnp.uint8:
         scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn)
     if whole:
-        tensor_scale = arrays[whole].astype(jnp.float32).reshape(())
+        # One number, or one for each matrix of a stack.
+        count, lead = arrays[whole].size, scale.shape[:-2]
+        tensor_scale = arrays[whole].astype(jnp.float32).reshape((*lead, 1, 1) if count > 1 else ())
         # compressed-tensors stores what values were multiplied by before they were rounded.
         tensor_scale = 1 / tensor_scale if whole == ".weight_global_scale" else tensor_scale
-    return ArrayFloat.from_codes(fields, scale, kind=kind, tensor_scale=tensor_scale, axis=-1, dtype=dtype)
+    made: Any = ArrayFloat.from_codes(fields, scale, kind=kind, tensor_scale=tensor_scale, axis=-1, dtype=dtype)
+    return made.mT if turned else made
 
 
-def _plan_mxfp4_experts(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
-    shape = parts["_blocks"].shape
-    if shape[-1] != 16:
-        raise wrong("_blocks", f"is {text_of(parts['_blocks'])}, but a block of MXFP4 has 16 bytes.")
-    expect(parts, "_scales", shape[:-1], "one exponent per block")
-    return {}
+def mxfp4_experts(blocks: str, scales: str) -> Scheme:
+    """A row for gpt-oss: blocks `(experts, out, in / 32, 16)`."""
+
+    def plan(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
+        shape = parts[blocks].shape
+        if shape[-1] != 16:
+            raise wrong(blocks, f"is {text_of(parts[blocks])}, but a block of MXFP4 has 16 bytes.")
+        expect(parts, scales, shape[:-1], "one exponent per block")
+        return {"blocks": blocks, "scales": scales}
+
+    needs = {blocks: ("uint8",), scales: _E8M0}
+    return Scheme("mxfp4 experts", "mxfp4", needs, plan, _make_mxfp4_experts, ndim=4, leaf="")
 
 
-def _make_mxfp4_experts(arrays: Any, *, dtype: str) -> Any:
+def _make_mxfp4_experts(arrays: Any, *, blocks: str, scales: str, dtype: str) -> Any:
     """Experts come out as (experts, in, out), as the model multiplies them, with blocks along `in`."""
-    blocks = arrays["_blocks"]
-    codes = layouts.word_fields(blocks, 4).reshape(*blocks.shape[:2], -1)
-    made: Any = ArrayFloat.from_codes(codes, arrays["_scales"], kind="mxfp4", axis=-1, dtype=dtype)
+    packed = arrays[blocks]
+    codes = layouts.word_fields(packed, 4).reshape(*packed.shape[:2], -1)
+    made: Any = ArrayFloat.from_codes(codes, arrays[scales], kind="mxfp4", axis=-1, dtype=dtype)
     return made.mT
 
 
 _CT, _PACKED, _SCALE, _E4M3 = "compressed-tensors", ".weight_packed", ".weight_scale", ("float8_e4m3fn",)
-_EXPERTS = {"_blocks": ("uint8",), "_scales": _E8M0}
+# Of DeepSeek and compressed-tensors; of Mistral, ComfyUI and DeepSeek in files of their own. Values are code * scale.
+_FP8_SCALES = (".weight_scale_inv", _SCALE, ".qscale_weight", ".scale_weight", ".scale")
 SCHEMES = (
-    *(
-        Scheme("fp8", "fp8", {".weight": tuple(_FP8), scale: (*FLOATS, _E8M0[1])}, _plan_fp8(scale), _make_fp8)
-        for scale in (".weight_scale_inv", _SCALE)
-    ),
-    in_blocks(_CT, "mxfp4", _PACKED, "uint8", _SCALE, _E8M0),
     in_blocks(_CT, "mxfp8", ".weight", "float8_e4m3fn", _SCALE, _E8M0),
+    *(fp8(".weight", scale) for scale in _FP8_SCALES),
+    *(fp8("", scale) for scale in ("_scale_inv", "_scale")),  # experts in one tensor
+    in_blocks(_CT, "mxfp4", _PACKED, "uint8", _SCALE, _E8M0),
     in_blocks(_CT, "nvfp4", _PACKED, "uint8", _SCALE, _E4M3, ".weight_global_scale"),
     in_blocks("modelopt", "nvfp4", ".weight", "uint8", _SCALE, _E4M3, ".weight_scale_2"),
+    in_blocks("modelopt", "nvfp4", "", "uint8", "_weight_scale", _E4M3, "_weight_scale_2", ndim=3),
+    in_blocks("quark", "mxfp4", ".weight", "uint8", _SCALE, _E8M0),
     *(in_blocks("mlx", kind, ".weight", "uint32", ".scales", ("uint8",)) for kind in _BLOCKS),
-    Scheme("mxfp4 experts", "mxfp4", _EXPERTS, _plan_mxfp4_experts, _make_mxfp4_experts, ndim=4, leaf=""),
+    *(mxfp4_experts(f"{dot}blocks", f"{dot}scales") for dot in "_."),
 )

@@ -64,21 +64,32 @@ TYPES: dict[int, BlockType] = {
     30: BlockType("BF16", 1, 2, "bfloat16"),
     39: BlockType("MXFP4", 32, 17),
 }
-_NOT_READ = {
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0",
+# Those of which only the size is known: they are listed, and not read.
+_LISTED = {
+    16: ("IQ2_XXS", 66), 17: ("IQ2_XS", 74), 18: ("IQ3_XXS", 98), 19: ("IQ1_S", 50), 21: ("IQ3_S", 110),
+    22: ("IQ2_S", 82), 23: ("IQ4_XS", 136), 29: ("IQ1_M", 56), 34: ("TQ1_0", 54), 35: ("TQ2_0", 66),
 }  # fmt: skip
+TYPES |= {code: BlockType(name, 256, nbytes) for code, (name, nbytes) in _LISTED.items()}
+TYPES |= {40: BlockType("NVFP4", 64, 36), 41: BlockType("Q1_0", 128, 18)}
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: its shape, slowest axis first, how it is stored, and its bytes in the file."""
+    """One tensor: its shape, slowest axis first, how it is stored, and its bytes in the file, or in a map of it."""
 
     name: str
     shape: tuple[int, ...]
     type: BlockType
     start: int
     nbytes: int
+    data: Any = dataclasses.field(repr=False, compare=False)
+
+
+def not_read(kind: Any, file: Any, tensor: str) -> CheckpointError:
+    """The error about a tensor of a type that is not read."""
+    known = ", ".join(t.name for t in TYPES.values() if t.dtype or t.name in DECODERS)
+    fix = "Make the file again in one of these: llama-quantize --allow-requantize OLD.gguf NEW.gguf Q4_K_M"
+    return CheckpointError(f"is of the ggml type {kind}; supported are {known}.", file=file, tensor=tensor, fix=fix)
 
 
 def parse_gguf(data: Any, file: Any) -> tuple[int, dict[str, Any], dict[str, GgufTensor]]:
@@ -102,7 +113,7 @@ def parse_gguf(data: Any, file: Any) -> tuple[int, dict[str, Any], dict[str, Ggu
     entries = [_tensor_entry(cursor, file) for _ in range(tensors)]
     alignment = _alignment(metadata, file)
     first = cursor.position + -cursor.position % alignment
-    return version, metadata, _placed(entries, first, cursor.size, alignment, file)
+    return version, metadata, _placed(entries, first, data, alignment, file)
 
 
 def _alignment(metadata: Mapping[str, Any], file: Any) -> int:
@@ -121,10 +132,7 @@ def _tensor_entry(cursor: _Cursor, file: Any) -> tuple[str, tuple[int, ...], Blo
     code = cursor.number("<I")
     offset = cursor.number("<Q")
     if code not in TYPES:
-        known = ", ".join(t.name for t in TYPES.values())
-        what = f"is of the ggml type {_NOT_READ.get(code, code)}; supported are {known}."
-        fix = "Make the file again in one of these: llama-quantize --allow-requantize OLD.gguf NEW.gguf Q4_K_M"
-        raise CheckpointError(what, file=file, tensor=name, fix=fix)
+        raise not_read(code, file, name)
     kind = TYPES[code]
     if math.prod(n for n in shape if n) > 1 << 60 or (shape[-1] if shape else 1) % kind.values:
         what = f"has the shape {list(shape)}, but {kind.name} holds rows of whole blocks of {kind.values} values."
@@ -132,9 +140,10 @@ def _tensor_entry(cursor: _Cursor, file: Any) -> tuple[str, tuple[int, ...], Blo
     return name, shape, kind, offset
 
 
-def _placed(entries: Any, first: int, size: int, alignment: int, file: Any) -> dict[str, GgufTensor]:
+def _placed(entries: Any, first: int, data: Any, alignment: int, file: Any) -> dict[str, GgufTensor]:
     """The tensors, once their places are known to lie in the file, to be aligned and not to overlap."""
     tensors: dict[str, GgufTensor] = {}
+    size = len(data)
     for name, shape, kind, offset in entries:
         nbytes = math.prod(shape) // kind.values * kind.nbytes
         start = first + offset
@@ -143,7 +152,7 @@ def _placed(entries: Any, first: int, size: int, alignment: int, file: Any) -> d
         if offset % alignment or start + nbytes > size:
             what = f"lies at bytes {start:,} to {start + nbytes:,} of a file of {size:,}, alignment {alignment}."
             raise CheckpointError(what, file=file, tensor=name, fix=_DAMAGED)
-        tensors[name] = GgufTensor(name, shape, kind, start, nbytes)
+        tensors[name] = GgufTensor(name, shape, kind, start, nbytes, data)
     end = 0
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.nbytes)):
         if tensor.start < end:

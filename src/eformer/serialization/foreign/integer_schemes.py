@@ -70,7 +70,8 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     if not fitting:
         raise wrong(".qzeros", f"{found} no number of bits in {_GPTQ_BITS}; {said}")
     if stated not in (None, fitting[0]):
-        fix = f"Pass quantization={{'bits': {fitting[0]}}} if that is what it is."
+        fix = f"Pass quantization={{'bits': {fitting[0]}}} if that is what it is, or, for this weight alone, "
+        fix += f"{{'NAME': {{'bits': {fitting[0]}}}}} with its name before .qzeros."
         raise wrong(".qzeros", f"{found} bits={fitting[0]}, but {said}", fix)
     bits = fitting[0]
     size = codes.shape[0] * 32 // bits
@@ -79,12 +80,15 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         what = "was made with desc_act=True, but g_idx, which says the group of every row, is not there."
         raise wrong(".qweight", what, "Fetch all files, or pass quantization={'desc_act': False} if rows are in order.")
     order = row_order(parts, ".g_idx", size, group or size, groups, read)
-    version = config.get("checkpoint_format", "gptq")
+    version = config.get("checkpoint_format", config.get("format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         fix = "Allowed are 'gptq' (zero points stored minus 1) and 'gptq_v2' (as they are)."
         raise wrong(".qzeros", f"is of checkpoint_format={version!r:.50}, whose layout is unknown.", fix)
-    zeros_are = {"minus": 1 if version == "gptq" else 0, "assumed": "checkpoint_format" not in config}
-    return {"bits": bits, "group": group, "symmetric": config.get("sym") is True, "order": order, **zeros_are}
+    zeros_are = {"minus": 1 if version == "gptq" else 0, "assumed": not {"checkpoint_format", "format"} & set(config)}
+    symmetric = config.get("sym") is True
+    if symmetric and config.get("dynamic"):  # which may say otherwise of this weight: its zero points know
+        symmetric = _zero_points(read(".qzeros"), bits, out, zeros_are["minus"]) == [2 ** (bits - 1)]
+    return {"bits": bits, "group": group, "symmetric": symmetric, "order": order, **zeros_are}
 
 
 def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, read: Read) -> np.ndarray | None:
@@ -116,22 +120,27 @@ def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int) -> Any:
     return (codes + np.uint8(minus)) & np.uint8(2**bits - 1)
 
 
+def _zero_points(stored: Any, bits: int, out: int, minus: int) -> list[int]:
+    """Those that there are, without repetition."""
+    return np.unique(np.asarray(_gptq_zeros(stored, bits, out, minus))).tolist()
+
+
 def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, assumed: bool, symmetric: bool, **_: Any) -> None:
     if not (symmetric or assumed):
         return
-    middle, out = 2 ** (bits - 1), arrays[".scales"].shape[1]
-    found = np.unique(np.asarray(_gptq_zeros(arrays[".qzeros"], bits, out, minus)))
-    if not symmetric and found.tolist() == [middle + 1]:
+    middle = 2 ** (bits - 1)
+    found = _zero_points(arrays[".qzeros"], bits, arrays[".scales"].shape[1], minus)
+    if not symmetric and found == [middle + 1]:
         raise wrong(
             ".qzeros",
             f"holds {middle} everywhere, as symmetric weights have it that store zero points as they are ('gptq_v2'). "
             f"By default they are stored minus 1 ('gptq'), and this would stand for {middle + 1}.",
             "Pass quantization={'checkpoint_format': 'gptq_v2'}, or 'gptq' if that is what it is.",
         )
-    if symmetric and found.size and (found != middle).any():
+    if symmetric and found not in ([], [middle]):
         raise wrong(
             ".qzeros",
-            f"holds the zero points {found[:4].tolist()}, but sym=True means {middle} everywhere.",
+            f"holds the zero points {found[:4]}, but sym=True means {middle} everywhere.",
             "Pass quantization={'sym': False} to take them as they are, or 'checkpoint_format': 'gptq_v2' if they were "
             "stored without subtracting 1.",
         )
@@ -228,8 +237,8 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     numbers = [group["num_bits"] for group in stated if group.get("num_bits") is not None]
     ways = [way for way in ways if not numbers or way[0] in numbers]
     if not ways:
-        what = f"is {text_of(codes)}, but rows have {size} values: no number of bits fits"
-        raise wrong(".weight_packed", f"{what}{f' of {numbers[:8]}, as config_groups says' * bool(numbers)}.")
+        what = f"is {text_of(codes)}, but rows have {size} values: no number of bits in {_BITS} fits"
+        raise wrong(".weight_packed", f"{what}{f'; config_groups says {numbers[:8]}' * bool(numbers)}.")
     (bits, stream), groups = ways[-1], shape[1]
     if ".weight_zero_point" in parts:
         unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them

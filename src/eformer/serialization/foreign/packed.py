@@ -7,13 +7,10 @@ missing, names, dtypes and shapes do.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
-import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,111 +22,18 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import open_set
 from ..checkpoint.load import LazyCheckpoint
-from ..safetensors.header import MAX_HEADER, Entry, about, fits_jax
-from ..safetensors.reading import MappedFile, let_go, open_regular
+from ..safetensors.header import Entry, about, fits_jax
+from ..safetensors.reading import MappedFile, let_go
 from ..tree.describe import NO_STRUCTURE
-from . import bitsandbytes, float_schemes, integer_schemes
-from .gguf import GgufFile, is_gguf, open_gguf
-from .scheme import FLOATS, Scheme, text_of, values_dtype
+from . import bitsandbytes
+from .configuration import READ, of_weight, read_config
+from .finding import CONVERT, SCHEMES, Weight, find_weights
+from .gguf import GgufFile, gguf_at, open_gguf
+from .scheme import FLOATS, text_of, values_dtype
 
-SCHEMES: tuple[Scheme, ...] = integer_schemes.SCHEMES + float_schemes.SCHEMES
-# Tensors that mean nothing without others. `scales` and `biases` may be parameters of any model.
-_COMMON = {".weight", ".scales", ".biases", "_scales"}
-_COMPANIONS = {suffix for scheme in SCHEMES for suffix in scheme.suffixes} - _COMMON
 # Methods that a configuration may name although the weights were left dense.
 _MAY_BE_DENSE = ("bitsandbytes", "compressed-tensors", "modelopt")
-_RAW = "`eformer.open_lazy` gives the stored tensors as they are."
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """A weight of another program: its scheme (None: bitsandbytes), the name before the suffixes, and its tensors."""
-
-    scheme: Scheme | None
-    stem: str
-    tensors: Mapping[str, str]  # by suffix
-
-
-def find_weights(entries: Mapping[str, Entry]) -> dict[str, Weight]:
-    """The quantized weights among the tensors of a file, by the name of the array each makes."""
-    found: dict[str, Weight] = {}
-    for scheme in SCHEMES:
-        codes = next(iter(scheme.needs))
-        for stem in (name.removesuffix(codes) for name in entries if name.endswith(codes)):
-            there = {s: f"{stem}{s}" for s in scheme.suffixes if f"{stem}{s}" in entries}
-            if scheme.takes({suffix: entries[name] for suffix, name in there.items()}):
-                found.setdefault(f"{stem}{scheme.leaf}", Weight(scheme, stem, there))
-    for name in (n for n in entries if bitsandbytes.STATE in n):
-        weight = name.split(bitsandbytes.STATE)[0]
-        if weight not in entries:
-            raise CheckpointError("has a quantization state, but no codes.", tensor=weight)
-        parts = (*(f"{weight}.{part}" for part in bitsandbytes.PARTS), name)
-        found[weight] = Weight(None, weight, {n: n for n in (weight, *parts) if n in entries})
-    for leaf, weight in found.items():
-        if leaf in entries and leaf not in weight.tensors.values():
-            codes = next(iter(weight.tensors.values()))
-            what = f"is {text_of(entries[leaf])}, a dense weight, and {codes!r} is the same one, quantized."
-            raise CheckpointError(what, tensor=leaf, fix=f"Delete one of the two. {_RAW}")
-    _check_complete(entries, found)
-    return found
-
-
-def _check_complete(entries: Mapping[str, Entry], found: Mapping[str, Weight]) -> None:
-    """Every part of a quantized weight belongs to one that was found."""
-    owned = {tensor for weight in found.values() for tensor in weight.tensors.values()}
-    for name, entry in entries.items():
-        suffix = next((s for s in _COMPANIONS if name.endswith(s)), None)
-        is_word = name.endswith(".weight") and entry.dtype == np.uint32
-        if name in owned or (suffix is None and not is_word) or (suffix == "_blocks" and entry.dtype != np.uint8):
-            continue
-        stem = name.removesuffix(suffix or ".weight")
-        dense = entries.get(f"{stem}.weight")
-        if dense is not None and dense.dtype.name in FLOATS:  # values that were rounded, but not packed
-            continue
-        near = [f"{n} {text_of(e)}" for n, e in entries.items() if n.startswith(stem) and n != name][:5]
-        wanted = [f"{s.name}: {', '.join(s.needs)}" for s in SCHEMES if (suffix or ".weight") in s.suffixes]
-        what = f"is {text_of(entry)}, part of a quantized weight, but with {near or 'nothing'} beside it it makes none"
-        raise CheckpointError(f"{what} of {'; '.join(wanted)}.", tensor=name, fix=f"Fetch all files. {_RAW}")
-
-
-# -- configuration -----------------------------------------------------------------------------------------------------
-
-
-# The keys of a quantization config that are read.
-_READ = (
-    "bits", "w_bit", "group_size", "q_group_size", "quant_method", "checkpoint_format", "desc_act", "sym", "version",
-    "mode", "weight_block_size", "config_groups", "dynamic", "dtype",
-)  # fmt: skip
 _NAMES = {"dtype": 'the dtype of values is quantization={{"dtype": {value}}}'}
-CONFIG_KEYS = ("quantization_config", "quantization", "compression_config")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """What `config.json` in a folder says of quantization, and the dtype of the model; empty if there is nothing."""
-    model = read_json(folder / "config.json")
-    inner: Any = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
-    stated: Any = [m[key] for m in (model, inner) for key in CONFIG_KEYS if isinstance(m.get(key), dict)]
-    config = dict(stated[0]) if stated else read_json(folder / "quantize_config.json")
-    dtypes = [m.get(key) for m in (model, inner) for key in ("dtype", "torch_dtype") if isinstance(m.get(key), str)]
-    return {**config, "dtype": dtypes[0]} if dtypes else config
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    with os.fdopen(open_regular(path), "rb") as file:
-        text = file.read(MAX_HEADER)
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise CheckpointError(f"is not JSON: {str(err)[:200]}.", file=path) from err
-    if not isinstance(found, dict):
-        raise CheckpointError("is not a JSON object.", file=path)
-    return found
-
-
-# -- the checkpoint ----------------------------------------------------------------------------------------------------
 
 
 class PackedCheckpoint(LazyCheckpoint):
@@ -221,8 +125,7 @@ class PackedCheckpoint(LazyCheckpoint):
     def _numbers(self, weight: Weight) -> dict[str, Any]:
         """What `make` of the scheme needs to know."""
         assert weight.scheme is not None
-        own = self.quantization.get(weight.stem)
-        config = {**self.quantization, **(own if isinstance(own, dict) else {})}
+        config = of_weight(self.quantization, weight.stem)
         parts = {suffix: self.entry(tensor) for suffix, tensor in weight.tensors.items()}
         numbers = weight.scheme.plan(parts, config, lambda suffix: self._stored(weight.tensors[suffix]))
         return {**numbers, "dtype": values_dtype(config, parts)}
@@ -281,38 +184,39 @@ def open_checkpoint(
         raise ValueError(f"{fallback=} is unknown; allowed are 'error' and 'dense'.")
     if not isinstance(quantization, Mapping | None):
         raise TypeError(f"{quantization=} is a {type(quantization).__name__}, but must be a dict, as in config.json.")
-    if quantization and not any(key in _READ or isinstance(found, Mapping) for key, found in quantization.items()):
-        raise ValueError(f"{quantization=} has none of the keys that are read: {', '.join(_READ)}.")
-    if is_gguf(path):
-        return open_gguf(path)
+    if quantization and not any(key in READ or isinstance(found, Mapping) for key, found in quantization.items()):
+        raise ValueError(f"{quantization=} has none of the keys that are read: {', '.join(READ)}.")
+    if (gguf := gguf_at(path)) is not None:
+        return open_gguf(gguf)
     files = open_set(path)
     if files.leaves or files.structure is not NO_STRUCTURE:  # ours
         return LazyCheckpoint(files, memory_map=memory_map)
-    with about(files.path):
-        weights = find_weights({name: owner.entry(name) for name, owner in files.owners.items()})
+    broken: CheckpointError | None = None
     try:
-        config = {**read_config(files.path.parent), **(quantization or {})}
-    except CheckpointError:
-        if weights:
-            raise
-        config = {}  # nothing here needs it
+        folder = files.path if files.path.is_dir() else files.path.parent
+        config = {**read_config(folder), **(quantization or {})}
+    except CheckpointError as err:
+        config, broken = {}, err
+    entries = {name: owner.entry(name) for name, owner in files.owners.items()}
+    with about(files.path):
+        weights = find_weights(entries, config)
+    if weights and broken is not None:
+        raise broken
     method = config.get("quant_method")
     if not weights and method not in (None, "eformer", *_MAY_BE_DENSE):
-        raise _unknown(files, method)
+        raise _unknown(files.path, method, entries)
     if not weights:
         return LazyCheckpoint(files, memory_map=memory_map)
     return PackedCheckpoint(files, weights, config, fallback=fallback, memory_map=memory_map)
 
 
-def _unknown(files: Any, method: Any) -> CheckpointError:
+def _unknown(path: Any, method: Any, entries: Mapping[str, Entry]) -> CheckpointError:
     """The error of a file whose configuration names a method, but which has no weight that is known."""
     known = ", ".join(sorted({"bitsandbytes", *(scheme.method for scheme in SCHEMES)}))
-    entries = {name: owner.entry(name) for name, owner in files.owners.items()}
     odd = next((n for n, e in entries.items() if e.dtype.name not in FLOATS and e.shape), None)
     example = "" if odd is None else f", such as {odd!r} {text_of(entries[odd])}"
     what = f"is quantized by {method!r:.50}, as its config.json says, but no tensors here make a weight of what is read"
-    fix = f"Convert it with the program that made it, or take the dense checkpoint. {_RAW}"
-    return CheckpointError(f"{what} ({known}){example}.", file=files.path, fix=fix)
+    return CheckpointError(f"{what} ({known}){example}.", file=path, fix=CONVERT)
 
 
 @called_otherwise(**_NAMES)

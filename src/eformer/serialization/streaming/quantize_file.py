@@ -121,12 +121,12 @@ def _gguf_source(file: GgufFile) -> Source:
     """Block types that stay packed do, unless another format is asked for; the others are decoded to f32."""
     described = {k: v for k, v in file.metadata.items() if isinstance(v, (str, bool, int, float))}
     leaves = [_gguf_leaf(file, name) for name in file]
-    identity = [_identity(file.path, os.stat(file.path))]
-    return Source(file, [file.path], leaves, NO_STRUCTURE, {}, {"gguf": json.dumps(described)}, identity)
+    identity = [_identity(path, os.stat(path)) for path in file.paths]
+    return Source(file, file.paths, leaves, NO_STRUCTURE, {}, {"gguf": json.dumps(described)}, identity)
 
 
 def _gguf_leaf(file: GgufFile, name: str) -> SourceLeaf:
-    tensor = file.tensors[name]
+    tensor = file.known(name)
     value = jax.ShapeDtypeStruct(tensor.shape, named_dtype(tensor.type.dtype or "float32"))
     leaf = Leaf(name, name, {name: value})
     if tensor.type.dtype is not None:

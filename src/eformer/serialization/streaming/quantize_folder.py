@@ -15,7 +15,8 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import INDEX_SUFFIX, SUFFIX
 from ..checkpoint.torch_file import SUFFIXES
-from ..foreign.packed import CONFIG_KEYS
+from ..foreign.configuration import CONFIG_KEYS
+from ..foreign.gguf import gguf_at
 from ..safetensors.writing import atomic_file
 from .quantize_file import Source, StreamReport, open_source, plan_source, write_quantized
 
@@ -63,6 +64,11 @@ def check_folders(source: Path, target: Path, *, overwrite: bool) -> None:
     if not (source / CONFIG).is_file():
         what = f"has no {CONFIG}, so it is not a model that could become another folder."
         raise CheckpointError(what, file=source, fix=f"Write to a file, such as out{SUFFIX}.")
+    if (gguf := gguf_at(source)) is not None:
+        fix = f"Quantize {gguf.name} to a file, such as out{SUFFIX}."
+        raise CheckpointError(
+            f"holds a GGUF file, whose tensors have other names than {CONFIG} says.", file=source, fix=fix
+        )
     if target.suffix == ".gguf":
         raise CheckpointError("would be a GGUF file, which is not written.", file=target, fix="Name a folder.")
     if target.exists() and not target.is_dir():
