@@ -23,12 +23,18 @@ LARGEST_M = 64  # rows of x up to which decoding inside the product beats decodi
 MOST_TILES = 8
 MULTIPROCESSORS = MappingProxyType({"9.0": 132, "8.0": 108, "8.9": 128})
 DEFAULT = "9.0"
-BYTES = ("int8", "fp8_e4m3", "fp8_e5m2")
-PACKED = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
-BYTE_BLOCKS = ("int8_block", "fp8_e4m3_block")
-# For the kernel of csrc/cuda/skinny.cuh: of how many columns it takes a multiple, and up to how many rows of x.
+BYTES: tuple[str, ...] = ("int8", "fp8_e4m3", "fp8_e5m2")
+PACKED: tuple[str, ...] = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
+BYTE_BLOCKS: tuple[str, ...] = ("int8_block", "fp8_e4m3_block")
+# For the kernel of csrc/cuda/skinny.cuh: of how many columns it takes a multiple, up to how many rows of x, and how
+# much shared memory it needs at most for bytes in blocks, besides 16 rows of scales and offsets.
 SKINNY = MappingProxyType(dict.fromkeys(PACKED, 256) | dict.fromkeys((*BYTES, *BYTE_BLOCKS), 128))
 SKINNY_M = 16
+SKINNY_BYTES = 72 << 10
+OLDEST = 8, 0  # compute capability that the library has code for
+# Kilobytes of shared memory that a block may have, by compute capability; 8.6, 8.9 and 12.x have the least.
+SHARED = MappingProxyType({"8.0": 163, "8.7": 163} | dict.fromkeys(("9.0", "10.0", "10.1", "10.3", "11.0"), 227))
+LEAST_SHARED = 99
 
 
 def _first_gpu() -> Any:
@@ -58,6 +64,10 @@ def version() -> tuple[int, int]:
     return int(major or 0), int(minor or 0)
 
 
+def shared_bytes() -> int:
+    return SHARED.get(capability(), LEAST_SHARED) << 10
+
+
 def columns_of(fmt: str, m: int) -> int:
     """Columns of eight rows of x a kernel takes at a time (csrc/cuda/dot_launch.cuh)."""
     return 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 or fmt == "binary" else 8
@@ -83,6 +93,17 @@ def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
 
     choices = [(t, s) for s in (1, 2, 4, 8) if s <= max(stages // 2, 1) for t in range(1, MOST_TILES + 1)]
     return min(choices, key=lambda choice: (cost(*choice), choice[1]))
+
+
+def fits(fmt: str, m: int, each: int, shifted: bool) -> bool:
+    """Has a block of csrc/cuda/dot.cuh room for m rows of x, `each` of which belong to one matrix, and for one tile?"""
+    columns = min(columns_of(fmt, each), 4)  # where there is no room for eight, the library takes four
+    segment = segment_bytes(fmt, columns)
+    cols, nibbles = segment * FORMATS[fmt].per_code, FORMATS[fmt].in_nibbles
+    scales = cols // 32 * (8 if shifted else 4) if nibbles else 0
+    stage = -(-(16 * (segment + scales) + min(m, 8 * columns) * cols * 2) // 1024) * 1024
+    ring = (2 if fmt == "binary" and columns == 4 else 3) * stage
+    return ring + (1 << 16 if nibbles else 0) <= shared_bytes() - 1024
 
 
 def width_for(m: int, widths: Iterable[int]) -> int:
