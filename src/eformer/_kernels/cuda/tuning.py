@@ -23,14 +23,14 @@ LARGEST_M = 64  # rows of x up to which decoding inside the product beats decodi
 MOST_TILES = 8
 MULTIPROCESSORS = MappingProxyType({"9.0": 132, "8.0": 108, "8.9": 128})
 DEFAULT = "9.0"
-BYTES: tuple[str, ...] = ("int8", "fp8_e4m3", "fp8_e5m2")
-PACKED: tuple[str, ...] = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
-BYTE_BLOCKS: tuple[str, ...] = ("int8_block", "fp8_e4m3_block")
-# For the kernel of csrc/cuda/skinny.cuh: of how many columns it takes a multiple, up to how many rows of x, and how
-# much shared memory it needs at most for bytes in blocks, besides 16 rows of scales and offsets.
-SKINNY = MappingProxyType(dict.fromkeys(PACKED, 256) | dict.fromkeys((*BYTES, *BYTE_BLOCKS), 128))
+BYTES = ("int8", "fp8_e4m3", "fp8_e5m2")
+PACKED = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
+BYTE_BLOCKS = ("int8_block", "fp8_e4m3_block")
+# For the kernel of csrc/cuda/skinny.cuh: of how many columns, packed or in bytes, it takes a multiple; up to how many
+# rows of x; how much shared memory it needs at most for bytes in blocks, besides 16 rows of scales and offsets.
+SKINNY_PACKED, SKINNY_BYTES = 256, 128
 SKINNY_M = 16
-SKINNY_BYTES = 72 << 10
+SKINNY_SHARED = 72 << 10
 OLDEST = 8, 0  # compute capability that the library has code for
 # Kilobytes of shared memory that a block may have, by compute capability; 8.6, 8.9 and 12.x have the least.
 SHARED = MappingProxyType({"8.0": 163, "8.7": 163} | dict.fromkeys(("9.0", "10.0", "10.1", "10.3", "11.0"), 227))
@@ -117,4 +117,6 @@ def is_skinny(fmt: str, m: int, cols: int) -> bool:
 
     The library still checks blocks and alignment.
     """
-    return version() >= (9, 0) and m <= SKINNY_M and fmt in SKINNY and cols % SKINNY[fmt] == 0
+    if version() < (9, 0) or m > SKINNY_M or fmt not in (*PACKED, *BYTES, *BYTE_BLOCKS):
+        return False
+    return cols % (SKINNY_PACKED if fmt in PACKED else SKINNY_BYTES) == 0

@@ -20,7 +20,7 @@ from eformer import _settings
 from ..native import BF16
 from ..parameters import Problem
 from . import _axpy, _odd, _wide
-from .tuning import BYTE_BLOCKS, BYTES, LARGEST_M, SKINNY_BYTES, capability, fits, is_skinny, shared_bytes
+from .tuning import BYTE_BLOCKS, BYTES, LARGEST_M, SKINNY_SHARED, capability, fits, is_skinny, shared_bytes
 
 # The kernels of skinny.cuh and dot.cuh, or of axpy.cuh; those of wide.cuh, of odd.cuh; decoding first, then cuBLAS.
 WAYS = ("few", "wide", "odd", "decode")
@@ -62,7 +62,7 @@ def is_few_in_byte_blocks(problem: Problem) -> bool:
     whole = block % 32 == 0 and (block & (block - 1)) == 0 and blocks * size % 16 == 0
     offsets = 0 if problem.offset is None else blocks * problem.offset.itemsize
     # Offsets are copied in pieces of 4 bytes. Those of 16 rows and their scales have to fit, rows in whole 16 bytes.
-    if offsets % 4 or 16 * (blocks * size + offsets + 64) > shared_bytes() - SKINNY_BYTES:
+    if offsets % 4 or 16 * (blocks * size + offsets + 64) > shared_bytes() - SKINNY_SHARED:
         return False
     return whole and is_skinny(problem.fmt, problem.m * (2 if _wide.doubles_rows(problem) else 1), problem.cols)
 
