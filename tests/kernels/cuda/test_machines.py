@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,6 +99,7 @@ def test_batches_of_more_matrices_than_a_launch_takes() -> None:
         assert refuses(small.replace(batch=(65534,))) is None
         assert refuses(small.replace(batch=(65535,))) == "65535 matrices at once; it takes up to 65534"
     assert cuda.refuses_product(small.replace(batch=(256, 256))) is not None
+    assert cuda._refuses_batch(small.replace(batch=jax.export.symbolic_shape("b"))) is None  # in an exported program
     x, codes, scale = (jax.ShapeDtypeStruct(s, t) for s, t in zip(
         ((65536, 2, 64), (65536, 64, 1, 32), (65536, 64, 1)), (jnp.bfloat16, jnp.uint8, jnp.float32), strict=True,
     ))  # fmt: skip

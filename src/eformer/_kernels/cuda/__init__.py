@@ -121,7 +121,8 @@ def refuses_machine(platform: str) -> str | None:
 
 def _refuses_batch(problem: Problem) -> str | None:
     count = math.prod(problem.batch)
-    return f"{count} matrices at once; it takes up to {MOST_MATRICES}" if count > MOST_MATRICES else None
+    many = isinstance(count, int) and count > MOST_MATRICES  # not a symbol
+    return f"{count} matrices at once; it takes up to {MOST_MATRICES}" if many else None
 
 
 def _refuses_one_row(problem: Problem) -> str | None:
