@@ -26,6 +26,12 @@ INSTRUCTIONS: dict[str, Callable[[], str]] = {
     "cuda": lambda: f"compute capability {jax.local_devices(backend='cuda')[0].compute_capability}",
     "tpu": tpu.chip_kind,
 }
+# Why the kernels of a platform do not run here.
+REFUSES: dict[str, Callable[[str], str | None]] = {
+    "cpu": cpu.refuses_machine,
+    "cuda": cuda.refuses_machine,
+    "tpu": tpu.refuses_platform,
+}
 
 
 def is_kernel_available(fmt: str = "nf4") -> bool:
@@ -93,12 +99,10 @@ def _state(backend: str, library: native.Library | None) -> dict[str, Any]:
         jax.local_devices(backend=backend)
     except RuntimeError:
         return {**found, "state": "no such device"}
-    if library is None:
-        state, why = "compiled by Pallas", tpu.refuses_platform(backend)
-    else:
-        loaded = native.load(library)
-        state, why = "loaded", loaded.reason
-        found["path"] = None if loaded.path is None else str(loaded.path)
+    state, why = "compiled by Pallas" if library is None else "loaded", REFUSES[backend](backend)
+    if library is not None:
+        path = native.load(library).path
+        found["path"] = None if path is None else str(path)
     if why is None or library is None:
         found["instructions"] = INSTRUCTIONS[backend]()
     return {**found, "state": why or state}

@@ -111,8 +111,6 @@ def test_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
             assert many.name == "native_cuda"
         else:
             assert f"{here[0]} it converts e4m3 to float16, and more than 128" in dict(many.rejected)["native_cuda"]
-    for here[0] in ("7.5", ""):
-        assert "its instructions are there from 8.0 on" in dict(choice("int8").rejected)["native_cuda"]
 
 
 def test_the_cut_is_one_the_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from ..native import (
     storage_attributes,
 )
 from ..parameters import Problem
-from . import _attention, _axpy, _bytes, _odd, _tiles, _wide, ways
+from . import _attention, _axpy, _bytes, _odd, _tiles, _wide, tuning, ways
 from .tuning import cut, is_skinny
 
 LIBRARY = library_of(
@@ -67,12 +67,13 @@ LIMITS = Limits(
 # Where the matrix is decoded first.
 DECODED = dataclasses.replace(LIMITS, formats=tuple(FORMATS), block=16)
 FEW = 16
+MOST_MATRICES = (1 << 16) - 2  # of a batch, a layer of blocks each; groups have one layer more
 
 
 def refuses_product(problem: Problem) -> str | None:
     few = problem.has_at_most(FEW)
     limits = LIMITS if few and problem.fmt in ways.FUSED else DECODED
-    why = limits.refuses_product(problem) or (_refuses_few(problem) if few else None)
+    why = limits.refuses_product(problem) or _refuses_batch(problem) or (_refuses_few(problem) if few else None)
     return why or _refuses_one_row(problem) or refuses_machine(problem.platform)
 
 
@@ -97,7 +98,8 @@ def refuses_rounded_in_stack(problem: Problem) -> str | None:
 
 
 def refuses_ragged(problem: Problem) -> str | None:
-    return LIMITS.refuses_product(problem) or _refuses_groups(problem) or refuses_machine(problem.platform)
+    why = LIMITS.refuses_product(problem) or _refuses_batch(problem) or _refuses_groups(problem)
+    return why or refuses_machine(problem.platform)
 
 
 def refuses_gather(problem: Problem) -> str | None:
@@ -112,7 +114,15 @@ def refuses_machine(platform: str) -> str | None:
     """Asked last: it loads the library."""
     if platform != "cuda":
         return f"its kernels run on NVIDIA GPUs, not on {platform}"
+    if tuning.version() < tuning.OLDEST:
+        return f"compute capability {tuning.capability()}; it has kernels from {'.'.join(map(str, tuning.OLDEST))} on"
     return loaded().reason
+
+
+def _refuses_batch(problem: Problem) -> str | None:
+    count = math.prod(problem.batch)
+    many = isinstance(count, int) and count > MOST_MATRICES  # not a symbol
+    return f"{count} matrices at once; it takes up to {MOST_MATRICES}" if many else None
 
 
 def _refuses_one_row(problem: Problem) -> str | None:
@@ -132,6 +142,8 @@ def _refuses_groups(problem: Problem) -> str | None:
         return "groups with scales along the columns are multiplied one tile at a time"
     if problem.m > 64 * problem.batch[0]:
         return f"with {problem.m} rows for {problem.batch[0]} matrices, decoding each matrix once is quicker"
+    if not tuning.fits(problem.fmt, problem.m, -(-problem.m // problem.batch[0]), problem.offset is not None):
+        return f"{problem.m} rows of x need more shared memory than the {tuning.shared_bytes()} bytes a block has here"
     return None
 
 

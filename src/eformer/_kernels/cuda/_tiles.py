@@ -10,7 +10,6 @@ from ..parameters import Problem
 from ._bytes import DEEP, OUTS, Cost, Cut
 from .tuning import capability, multiprocessors, width_for
 
-OLDEST = 8, 0  # compute capability
 MOST_CONVERTED = 128  # rows of x up to which codes of e4m3 are converted to float16
 # By rows of x per block: microseconds of a tile, and of a stage of it. Counted for an A100, not measured.
 COSTS: Mapping[int, Cost] = MappingProxyType({16: Cost(3.0, 1.3), 64: Cost(3.0, 1.4), 128: Cost(3.0, 1.8)})
@@ -22,8 +21,6 @@ def refuses(problem: Problem) -> str | None:
     """Why, of products that `_bytes.refuses` does not refuse; None means that the kernel takes it."""
     major, _, minor = capability().partition(".")
     here = int(major or 0), int(minor or 0)
-    if here < OLDEST:
-        return f"compute capability {capability()}; its instructions are there from 8.0 on"
     multiplies_float8 = here == (8, 9) or here >= (12, 0)  # others by instructions that the kernel does not have
     if problem.fmt != "int8" and not multiplies_float8 and problem.m > MOST_CONVERTED:
         return (

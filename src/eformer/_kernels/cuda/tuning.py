@@ -7,7 +7,7 @@ whose sums a second kernel adds up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -26,11 +26,15 @@ DEFAULT = "9.0"
 BYTES = ("int8", "fp8_e4m3", "fp8_e5m2")
 PACKED = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
 BYTE_BLOCKS = ("int8_block", "fp8_e4m3_block")
-# For the kernel of csrc/cuda/skinny.cuh: of how many columns it takes a multiple, and up to how many rows of x.
-SKINNY: Mapping[str, int] = MappingProxyType(
-    {fmt: 256 if fmt in PACKED else 128 for fmt in (*PACKED, *BYTES, *BYTE_BLOCKS)}
-)
+# For the kernel of csrc/cuda/skinny.cuh: of how many columns, packed or in bytes, it takes a multiple; up to how many
+# rows of x; how much shared memory it needs at most for bytes in blocks, besides 16 rows of scales and offsets.
+SKINNY_PACKED, SKINNY_BYTES = 256, 128
 SKINNY_M = 16
+SKINNY_SHARED = 72 << 10
+OLDEST = 8, 0  # compute capability that the library has code for
+# Kilobytes of shared memory that a block may have, by compute capability; 8.6, 8.9 and 12.x have the least.
+SHARED = MappingProxyType({"8.0": 163, "8.7": 163} | dict.fromkeys(("9.0", "10.0", "10.1", "10.3", "11.0"), 227))
+LEAST_SHARED = 99
 
 
 def _first_gpu() -> Any:
@@ -60,6 +64,10 @@ def version() -> tuple[int, int]:
     return int(major or 0), int(minor or 0)
 
 
+def shared_bytes() -> int:
+    return SHARED.get(capability(), LEAST_SHARED) << 10
+
+
 def columns_of(fmt: str, m: int) -> int:
     """Columns of eight rows of x a kernel takes at a time (csrc/cuda/dot_launch.cuh)."""
     return 1 if m <= 8 else 2 if m <= 16 else 4 if m <= 32 or fmt == "binary" else 8
@@ -87,6 +95,17 @@ def cut(fmt: str, batch: int, m: int, rows: int, cols: int) -> tuple[int, int]:
     return min(choices, key=lambda choice: (cost(*choice), choice[1]))
 
 
+def fits(fmt: str, m: int, each: int, shifted: bool) -> bool:
+    """Has a block of csrc/cuda/dot.cuh room for m rows of x, `each` of which belong to one matrix, and for one tile?"""
+    columns = min(columns_of(fmt, each), 4)  # where there is no room for eight, the library takes four
+    segment = segment_bytes(fmt, columns)
+    cols, nibbles = segment * FORMATS[fmt].per_code, FORMATS[fmt].in_nibbles
+    scales = cols // 32 * (8 if shifted else 4) if nibbles else 0
+    stage = -(-(16 * (segment + scales) + min(m, 8 * columns) * cols * 2) // 1024) * 1024
+    ring = (2 if fmt == "binary" and columns == 4 else 3) * stage
+    return ring + (1 << 16 if nibbles else 0) <= shared_bytes() - 1024
+
+
 def width_for(m: int, widths: Iterable[int]) -> int:
     """The fewest rows of x per block that are enough for m of them, or the most there are."""
     ordered = sorted(widths)
@@ -98,4 +117,6 @@ def is_skinny(fmt: str, m: int, cols: int) -> bool:
 
     The library still checks blocks and alignment.
     """
-    return version() >= (9, 0) and m <= SKINNY_M and fmt in SKINNY and cols % SKINNY[fmt] == 0
+    if version() < (9, 0) or m > SKINNY_M or fmt not in (*PACKED, *BYTES, *BYTE_BLOCKS):
+        return False
+    return cols % (SKINNY_PACKED if fmt in PACKED else SKINNY_BYTES) == 0

@@ -20,7 +20,7 @@ from eformer import _settings
 from ..native import BF16
 from ..parameters import Problem
 from . import _axpy, _odd, _wide
-from .tuning import BYTE_BLOCKS, BYTES, LARGEST_M, capability, is_skinny
+from .tuning import BYTE_BLOCKS, BYTES, LARGEST_M, SKINNY_SHARED, capability, fits, is_skinny, shared_bytes
 
 # The kernels of skinny.cuh and dot.cuh, or of axpy.cuh; those of wide.cuh, of odd.cuh; decoding first, then cuBLAS.
 WAYS = ("few", "wide", "odd", "decode")
@@ -45,8 +45,11 @@ def possible(problem: Problem) -> list[str]:
     if problem.form == "axpy":
         return ["few", *found] if _axpy.can_take(problem) else found
     whole = not (problem.block or 0) % BLOCK and not _is_exact(problem) and not problem.scaled_both_ways
-    fused = problem.fmt in FUSED
-    few = problem.m <= LARGEST_M and whole if fused else is_few_in_byte_blocks(problem)
+    if problem.fmt in FUSED:
+        rows = problem.m * (2 if _wide.doubles_rows(problem) else 1)
+        few = problem.m <= LARGEST_M and whole and fits(problem.fmt, rows, rows, problem.offset is not None)
+    else:
+        few = is_few_in_byte_blocks(problem)
     return ["few", *found] if few else found
 
 
@@ -55,8 +58,11 @@ def is_few_in_byte_blocks(problem: Problem) -> bool:
     block, size = problem.block or 1, 2 if problem.scale_dtype == BF16 else 4
     if problem.form != "dot" or problem.fmt not in BYTE_BLOCKS or _is_exact(problem) or problem.rows < 16:
         return False
-    whole = block % 32 == 0 and (block & (block - 1)) == 0 and -(-problem.cols // block) * size % 16 == 0
-    if problem.offset is not None and -(-problem.cols // block) * problem.offset.itemsize % 4:  # copied in such pieces
+    blocks = -(-problem.cols // block)
+    whole = block % 32 == 0 and (block & (block - 1)) == 0 and blocks * size % 16 == 0
+    offsets = 0 if problem.offset is None else blocks * problem.offset.itemsize
+    # Offsets are copied in pieces of 4 bytes. Those of 16 rows and their scales have to fit, rows in whole 16 bytes.
+    if offsets % 4 or 16 * (blocks * size + offsets + 64) > shared_bytes() - SKINNY_SHARED:
         return False
     return whole and is_skinny(problem.fmt, problem.m * (2 if _wide.doubles_rows(problem) else 1), problem.cols)
 
