@@ -31,26 +31,26 @@ struct ByteEngine {
   // `count` dwords. c (m, tile) gets the sums of integers, or with blocks the sum of floats.
   template <class W, bool in_blocks>
   static void multiply(const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t* off,
-                       const float* scales, bool first, float* c) {
+                       const float* scales, bool first, float* c, RowsAhead& ahead) {
     for (int n = 0; n < tile; n += strip)
       for (int64_t m0 = 0; m0 < m; m0 += height)
         rows<W::parts, height, in_blocks>(min(height, m - m0), x + m0 * dwords, panel + n, count, off + m0, scales + n, first,
-                                c + m0 * tile + n);
+                                c + m0 * tile + n, ahead);
   }
 
  private:
   template <int parts, int most, bool in_blocks>
   static INLINE void rows(int64_t m, const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off,
-                          const float* scales, bool first, float* c) {
+                          const float* scales, bool first, float* c, RowsAhead& ahead) {
     if constexpr (most > 1) {
-      if (m < most) return rows<parts, most - 1, in_blocks>(m, x, b, count, off, scales, first, c);
+      if (m < most) return rows<parts, most - 1, in_blocks>(m, x, b, count, off, scales, first, c, ahead);
     }
-    block<parts, most, in_blocks>(x, b, count, off, scales, first, c);
+    block<parts, most, in_blocks>(x, b, count, off, scales, first, c, ahead);
   }
 
   template <int parts, int m, bool in_blocks>
   static void block(const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off, const float* scales,
-                    bool first, float* c) {
+                    bool first, float* c, RowsAhead& ahead) {
     I sums[m][vectors];
 #pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
@@ -59,13 +59,13 @@ struct ByteEngine {
         sums[i][v] = parts == 1 ? broadcast_bits(off[i]) : broadcast_bits(0);
         if (!in_blocks && !first) sums[i][v] = add_bits(sums[i][v], load_bits(c + i * tile + v * lanes));
       }
-    add_dots<m>(x, b, count, sums);
+    add_dots<m>(x, b, count, sums, ahead);
     if constexpr (parts == 2) {
 #pragma GCC unroll 8
       for (int i = 0; i < m; ++i)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) sums[i][v] = add_bits(shift_left<8>(sums[i][v]), broadcast_bits(off[i]));
-      add_dots<m>(x, b + part_size, count, sums);
+      add_dots<m>(x, b + part_size, count, sums, ahead);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
@@ -82,8 +82,10 @@ struct ByteEngine {
   }
 
   template <int m>
-  static INLINE void add_dots(const uint32_t* x, const uint32_t* b, int64_t count, I (&sums)[m][vectors]) {
+  static INLINE void add_dots(const uint32_t* x, const uint32_t* b, int64_t count, I (&sums)[m][vectors], RowsAhead& to_come) {
+    RowsAhead ahead = to_come;  // in registers
     for (int64_t k = 0; k < count; ++k, x += height, b += tile) {
+      ahead.ask_for_one();
       I w[vectors];
       for (int v = 0; v < vectors; ++v) w[v] = load_bits(b + v * lanes);
 #pragma GCC unroll 8
@@ -92,6 +94,7 @@ struct ByteEngine {
         for (int v = 0; v < vectors; ++v) sums[i][v] = dot4(sums[i][v], w[v], xi);
       }
     }
+    to_come = ahead;
   }
 };
 
@@ -165,14 +168,13 @@ class ByteGemm {
     const int64_t k = s.p.k();
     for (int64_t k1 = 0; k1 < k; k1 += stage.span)
       for (int64_t n = begin; n < end; n += tile) {
-        const bool last = n + tile >= end;
-        const int64_t next_n = last ? begin : n + tile, next_k = last ? k1 + stage.span : k1;
-        stage_codes(w, n, k1, w.codes + next_n * w.row_bytes + w.byte_of<format>(next_k), stage);
+        stage_codes(w, n, k1, stage);
+        RowsAhead ahead = rows_ahead<format, Stage::span>(w, n, k1, begin, end);
         for (int64_t k0 = k1; k0 < min(k1 + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
           if constexpr (in_blocks) stage_scales(w, n, k0, count, stage);
           decode(stage, (k0 - k1) / per_dword, ceil_div(count, per_dword));
-          multiply(n, k0, count, stage.scales);
+          multiply(n, k0, count, stage.scales, ahead);
         }
       }
   }
@@ -199,7 +201,8 @@ class ByteGemm {
       for (int64_t n = begin; n < end; n += tile) {
         const int64_t count = min(depth, k - k0);
         for (int g = 0; g < tile; g += vector_bytes) join(n + g, k0, count, panel + g);
-        multiply(n, k0, count, nullptr);
+        RowsAhead none;
+        multiply(n, k0, count, nullptr, none);
       }
   }
 
@@ -227,13 +230,13 @@ class ByteGemm {
 
   float* sums_of(int64_t n) const { return sums + (n - begin) * s.p.m; }
 
-  void multiply(int64_t n, int64_t k0, int64_t count, const float* scales) const {
+  void multiply(int64_t n, int64_t k0, int64_t count, const float* scales, RowsAhead& ahead) const {
     for (int64_t at = 0; at < count; at += s.piece) {
       const int64_t k = k0 + at, here = round_up(min(s.piece, count - at), per_dword) / 4;
       const uint32_t* off = s.off + k / s.piece * s.rows;
       const float* factors = in_blocks ? scales + at / s.piece * tile : nullptr;
       Engine::template multiply<W, in_blocks>(s.x + Engine::place(0, k / 4, s.dwords), s.p.m, s.dwords, panel + at / 4 * tile, here,
-                                           off, factors, k == 0, sums_of(n));
+                                           off, factors, k == 0, sums_of(n), ahead);
     }
   }
 
