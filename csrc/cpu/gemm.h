@@ -59,6 +59,7 @@ class Gemm {
           decode(stage, s, k0, count);
           multiply(n, k0, count, ahead);
         }
+        ahead.ask_for_all();
       }
   }
 

@@ -40,11 +40,11 @@ class RowsAhead {
  public:
   RowsAhead() = default;
   RowsAhead(const uint8_t* first, int64_t step, int64_t bytes, int64_t rows) : at_(first), step_(step), bytes_(bytes), left_(rows) {}
+  // A line of 64 bytes.
   INLINE void ask_for_one() {
     if (left_ == 0) return;
-    --left_;
-    for (int64_t b = 0; b < bytes_; b += 64) __builtin_prefetch(at_ + b, 0, 2);
-    at_ += step_;
+    __builtin_prefetch(at_ + of_row_, 0, 2);
+    if ((of_row_ += 64) >= bytes_) at_ += step_, of_row_ = 0, --left_;
   }
   void ask_for_all() {
     while (left_) ask_for_one();
@@ -52,7 +52,7 @@ class RowsAhead {
 
  private:
   const uint8_t* at_ = nullptr;
-  int64_t step_ = 0, bytes_ = 0, left_ = 0;
+  int64_t step_ = 0, bytes_ = 0, left_ = 0, of_row_ = 0;
 };
 
 // The stage after that of outputs n0 ... and contracted indices k0 ...: of the same indices and the next outputs until `end`,
