@@ -9,7 +9,7 @@ namespace eformer::EFORMER_ISA {
 struct ByteTileEngine {
   static constexpr int height = 16;  // rows and columns of a tile of sums
   static constexpr int step = 16;    // dwords of k per instruction
-  static constexpr int part_size = ByteEngine::part_size;
+  static constexpr bool from_codes = false;
 
   struct Session {
     const TileConfig config{height};
@@ -22,13 +22,14 @@ struct ByteTileEngine {
     return i / height * height * padded(dwords) + d / step * height * step + i % height * step + d % step;
   }
 
-  // As ByteEngine does. `count` is a multiple of `step`, or there are zeros behind it in x.
+  // As ByteEngine does, of a panel. `count` is a multiple of `step`, or there are zeros behind it in x.
   template <class W, bool in_blocks>
-  static void multiply(const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t* off,
-                       const float* scales, bool first, float* c) {
+  static void multiply(const W&, const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t* off,
+                       const float* scales, bool first, float* c, RowsAhead& ahead) {
+    ahead.ask_for_all();
     for (int64_t m0 = 0; m0 < m; m0 += height, x += height * padded(dwords)) {
       alignas(64) uint32_t sums[W::parts][height * tile];
-      for (int part = 0; part < W::parts; ++part) add_dots(x, panel + part * part_size, count, sums[part]);
+      for (int part = 0; part < W::parts; ++part) add_dots(x, panel + part * W::part_size, count, sums[part]);
       for (int64_t i = 0; i < min(height, m - m0); ++i)
         for (int n = 0; n < tile; n += lanes) {
           I sum = add_bits(load_bits(sums[W::parts - 1] + i * tile + n), broadcast_bits(off[m0 + i]));

@@ -1,6 +1,6 @@
 // The product of bytes by panels: bring a panel of D into place once, multiply it with all rows of x, go on along k.
 //
-// Panels and x are sequences of dwords along k, four values each: those of field 0 of the first four bytes, of field 1, ...;
+// Panels, unless codes are multiplied as they are staged, and x are sequences of dwords along k, four values each: those of field 0 of the first four bytes, of field 1, ...;
 // in axpy form four neighbours. Without blocks sums are integers to the end, and exact; with blocks the integer sum of
 // each piece of a block is multiplied by its scale.
 #pragma once
@@ -14,12 +14,22 @@ namespace eformer::EFORMER_ISA {
 // Contracted indices of a panel.
 constexpr int byte_depth = 256;
 
-// A register tile of `height` rows of x by one strip of outputs.
+// Weights that are bytes already: a panel for each part.
+template <int weight_parts>
+struct BytePanels {
+  static constexpr int parts = weight_parts, fields = 1;
+  static constexpr int part_size = byte_depth / 4 * tile;
+
+  template <int J, int part = 0>
+  INLINE I field(I bytes) const { return bytes; }
+};
+
+// A register tile of `rows_of_x` rows by one strip of outputs. The weights W are those of a panel, or of codes as they are
+// staged: decoding them on the way into the registers takes ports that the products leave free, where there are such.
+template <int rows_of_x, int width, bool codes>
 struct ByteEngine {
-  static constexpr int height = registers == 32 ? 6 : 4;
-  static constexpr int vectors = registers == 32 ? 4 : 2;
-  static constexpr int strip = vectors * lanes;
-  static constexpr int part_size = byte_depth / 4 * tile;  // of a panel
+  static constexpr bool from_codes = codes;
+  static constexpr int height = rows_of_x, vectors = width, strip = vectors * lanes;
 
   struct Session {};
 
@@ -28,44 +38,44 @@ struct ByteEngine {
   // Where dword d of row i of x is.
   static INLINE int64_t place(int64_t i, int64_t d, int64_t dwords) { return i / height * height * dwords + d * height + i % height; }
 
-  // `count` dwords. c (m, tile) gets the sums of integers, or with blocks the sum of floats.
+  // `count` dwords per output. c (m, tile) gets the sums of integers, or with blocks the sum of floats.
   template <class W, bool in_blocks>
-  static void multiply(const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t* off,
-                       const float* scales, bool first, float* c) {
+  static void multiply(const W& weights, const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* bits, int64_t count,
+                       const uint32_t* off, const float* scales, bool first, float* c, RowsAhead& ahead) {
     for (int n = 0; n < tile; n += strip)
       for (int64_t m0 = 0; m0 < m; m0 += height)
-        rows<W::parts, height, in_blocks>(min(height, m - m0), x + m0 * dwords, panel + n, count, off + m0, scales + n, first,
-                                c + m0 * tile + n);
+        rows<W, height, in_blocks>(min(height, m - m0), weights, x + m0 * dwords, bits + n, count, off + m0, scales + n, first,
+                                   c + m0 * tile + n, ahead);
   }
 
  private:
-  template <int parts, int most, bool in_blocks>
-  static INLINE void rows(int64_t m, const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off,
-                          const float* scales, bool first, float* c) {
+  template <class W, int most, bool in_blocks>
+  static INLINE void rows(int64_t m, const W& weights, const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off,
+                          const float* scales, bool first, float* c, RowsAhead& ahead) {
     if constexpr (most > 1) {
-      if (m < most) return rows<parts, most - 1, in_blocks>(m, x, b, count, off, scales, first, c);
+      if (m < most) return rows<W, most - 1, in_blocks>(m, weights, x, b, count, off, scales, first, c, ahead);
     }
-    block<parts, most, in_blocks>(x, b, count, off, scales, first, c);
+    block<W, most, in_blocks>(weights, x, b, count, off, scales, first, c, ahead);
   }
 
-  template <int parts, int m, bool in_blocks>
-  static void block(const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off, const float* scales,
-                    bool first, float* c) {
+  template <class W, int m, bool in_blocks>
+  static void block(const W& weights, const uint32_t* x, const uint32_t* b, int64_t count, const uint32_t* off,
+                    const float* scales, bool first, float* c, RowsAhead& ahead) {
     I sums[m][vectors];
 #pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) {
-        sums[i][v] = parts == 1 ? broadcast_bits(off[i]) : broadcast_bits(0);
+        sums[i][v] = W::parts == 1 ? broadcast_bits(off[i]) : broadcast_bits(0);
         if (!in_blocks && !first) sums[i][v] = add_bits(sums[i][v], load_bits(c + i * tile + v * lanes));
       }
-    add_dots<m>(x, b, count, sums);
-    if constexpr (parts == 2) {
+    add_dots<0>(weights, x, b, count, sums, ahead);
+    if constexpr (W::parts == 2) {
 #pragma GCC unroll 8
       for (int i = 0; i < m; ++i)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) sums[i][v] = add_bits(shift_left<8>(sums[i][v]), broadcast_bits(off[i]));
-      add_dots<m>(x, b + part_size, count, sums);
+      add_dots<1>(weights, x, b + W::part_size, count, sums, ahead);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
@@ -81,19 +91,32 @@ struct ByteEngine {
       }
   }
 
-  template <int m>
-  static INLINE void add_dots(const uint32_t* x, const uint32_t* b, int64_t count, I (&sums)[m][vectors]) {
-    for (int64_t k = 0; k < count; ++k, x += height, b += tile) {
-      I w[vectors];
-      for (int v = 0; v < vectors; ++v) w[v] = load_bits(b + v * lanes);
+  template <int part, class W, int m>
+  static INLINE void add_dots(const W& decoder, const uint32_t* x, const uint32_t* b, int64_t count, I (&sums)[m][vectors],
+                              RowsAhead& to_come) {
+    RowsAhead ahead = to_come;  // in registers, as the tables are
+    const W weights = decoder;
+    for (int64_t k = 0; k < count; ++k, b += tile) {
+      ahead.ask_for_one();
+      I bits[vectors];
+      for (int v = 0; v < vectors; ++v) bits[v] = load_bits(b + v * lanes);
+      unroll<W::fields>([&]<int J>() {
+        I w[vectors];
+        for (int v = 0; v < vectors; ++v) w[v] = weights.template field<J, part>(bits[v]);
 #pragma GCC unroll 8
-      for (int i = 0; i < m; ++i) {
-        const I xi = broadcast_bits(x[i]);
-        for (int v = 0; v < vectors; ++v) sums[i][v] = dot4(sums[i][v], w[v], xi);
-      }
+        for (int i = 0; i < m; ++i) {
+          const I xi = broadcast_bits(x[i]);
+          for (int v = 0; v < vectors; ++v) sums[i][v] = dot4(sums[i][v], w[v], xi);
+        }
+        x += height;
+      });
     }
+    to_come = ahead;
   }
 };
+
+using BytePanelEngine = ByteEngine<registers == 32 ? 6 : 4, registers == 32 ? 4 : 2, false>;
+using ByteCodeEngine = ByteEngine<8, 2, true>;
 
 template <class Engine, Format format, Form form, int parts = 1>
 class ByteGemm {
@@ -109,7 +132,7 @@ class ByteGemm {
     const auto factors = layout.add<RowFactors>(p.m);
     const auto row = layout.add<int8_t>(2 * padded, runtime.workers());
     const auto sums = layout.add<float>(wide * p.m * tile, runtime.workers());
-    const auto panel = layout.add<uint32_t>(parts * Engine::part_size, runtime.workers());
+    const auto panel = layout.add<uint32_t>(from_codes ? 0 : parts * Panels::part_size, runtime.workers());
     const auto stage = layout.add<Stage>(form == Form::dot, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
@@ -129,7 +152,8 @@ class ByteGemm {
 
  private:
   using W = ByteWeights<format, parts>;
-  static constexpr bool in_blocks = blocked(format);
+  using Panels = BytePanels<parts>;
+  static constexpr bool in_blocks = blocked(format), from_codes = Engine::from_codes;
   static constexpr int64_t most_tiles = 4;
   static constexpr int depth = byte_depth;
   static constexpr int fields = form == Form::dot ? W::fields : 1;
@@ -165,29 +189,33 @@ class ByteGemm {
     const int64_t k = s.p.k();
     for (int64_t k1 = 0; k1 < k; k1 += stage.span)
       for (int64_t n = begin; n < end; n += tile) {
-        const bool last = n + tile >= end;
-        const int64_t next_n = last ? begin : n + tile, next_k = last ? k1 + stage.span : k1;
-        stage_codes(w, n, k1, w.codes + next_n * w.row_bytes + w.byte_of<format>(next_k), stage);
+        stage_codes(w, n, k1, stage);
+        RowsAhead ahead = rows_ahead<format, Stage::span>(w, n, k1, begin, end);
         for (int64_t k0 = k1; k0 < min(k1 + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
           if constexpr (in_blocks) stage_scales(w, n, k0, count, stage);
-          decode(stage, (k0 - k1) / per_dword, ceil_div(count, per_dword));
-          multiply(n, k0, count, stage.scales);
+          const uint32_t* bits = stage.bits + (k0 - k1) / per_dword * tile;
+          if constexpr (from_codes) {
+            multiply(W(w.table), n, k0, count, bits, stage.scales, ahead);
+          } else {
+            decode(bits, ceil_div(count, per_dword));
+            multiply(Panels(), n, k0, count, panel, stage.scales, ahead);
+          }
         }
+        ahead.ask_for_all();
       }
   }
 
-  // `count` dwords of codes of the stage, beginning with `first`, into the panel.
-  void decode(const Stage& stage, int64_t first, int64_t count) const {
+  // `count` dwords of codes of the stage into the panel.
+  void decode(const uint32_t* bits, int64_t count) const {
     const W weights(w.table);
-    const uint32_t* bits = stage.bits + first * tile;
     uint32_t* to = panel;
     for (int64_t d = 0; d < count; ++d, bits += tile, to += fields * tile)
       for (int n = 0; n < tile; n += lanes) {
         const I codes = load_bits(bits + n);
         unroll<parts>([&]<int part>() {
           unroll<W::fields>([&]<int J>() {
-            store_bits(to + part * Engine::part_size + J * tile + n, weights.template field<J, part>(codes));
+            store_bits(to + part * Panels::part_size + J * tile + n, weights.template field<J, part>(codes));
           });
         });
       }
@@ -199,7 +227,8 @@ class ByteGemm {
       for (int64_t n = begin; n < end; n += tile) {
         const int64_t count = min(depth, k - k0);
         for (int g = 0; g < tile; g += vector_bytes) join(n + g, k0, count, panel + g);
-        multiply(n, k0, count, nullptr);
+        RowsAhead none;
+        multiply(Panels(), n, k0, count, panel, nullptr, none);
       }
   }
 
@@ -227,13 +256,16 @@ class ByteGemm {
 
   float* sums_of(int64_t n) const { return sums + (n - begin) * s.p.m; }
 
-  void multiply(int64_t n, int64_t k0, int64_t count, const float* scales) const {
+  // `bits` are dwords of `source.fields` times four contracted indices.
+  template <class Source>
+  void multiply(const Source& source, int64_t n, int64_t k0, int64_t count, const uint32_t* bits, const float* scales, RowsAhead& ahead) const {
+    constexpr int values = 4 * Source::fields;
     for (int64_t at = 0; at < count; at += s.piece) {
-      const int64_t k = k0 + at, here = round_up(min(s.piece, count - at), per_dword) / 4;
+      const int64_t k = k0 + at, here = round_up(min(s.piece, count - at), per_dword) / values;
       const uint32_t* off = s.off + k / s.piece * s.rows;
       const float* factors = in_blocks ? scales + at / s.piece * tile : nullptr;
-      Engine::template multiply<W, in_blocks>(s.x + Engine::place(0, k / 4, s.dwords), s.p.m, s.dwords, panel + at / 4 * tile, here,
-                                           off, factors, k == 0, sums_of(n));
+      Engine::template multiply<Source, in_blocks>(source, s.x + Engine::place(0, k / 4, s.dwords), s.p.m, s.dwords,
+                                                   bits + at / values * tile, here, off, factors, k == 0, sums_of(n), ahead);
     }
   }
 

@@ -16,7 +16,10 @@ void panels(const ByteProduct& p, Runtime& runtime) {
   // A tile has 64 contracted indices, which must share a scale.
   if (!blocked(format) || p.d.block % 64 == 0) return ByteGemm<ByteTileEngine, format, form, parts>::run(p, runtime);
 #endif
-  ByteGemm<ByteEngine, format, form, parts>::run(p, runtime);
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+  if constexpr (form == Form::dot) return ByteGemm<ByteCodeEngine, format, form, parts>::run(p, runtime);
+#endif
+  ByteGemm<BytePanelEngine, format, form, parts>::run(p, runtime);
 }
 
 template <Format format, int parts = 1>

@@ -112,6 +112,7 @@ class ByteSmallDot {
     I bits[step];
     int64_t g = 0;
     for (; g < whole; ++g, blocks.next()) {
+      if constexpr (in_blocks) ask_for_scales<step>(w, n, blocks.first, blocks.per_group);
       for (int c = 0; c < step; ++c) {
         bits[c] = load_bits(codes[c] + g * vector_bytes);
         __builtin_prefetch(codes[c] + g * vector_bytes + ahead, 0, 2);

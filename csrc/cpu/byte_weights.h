@@ -25,6 +25,7 @@ struct ByteWeights {
   static constexpr int parts = weight_parts;
   static constexpr int fields = static_cast<int>(per_byte(format));
   static constexpr int per_dword = 4 * fields;
+  static constexpr int part_size = 0;  // from one part to the next: a code has both
   // What is added to every byte, and so to every weight.
   static constexpr int added = !unsigned_weights ? 0 : format == Format::ternary || format == Format::binary ? 1 : 128;
   static constexpr int excess = parts == 2 ? added * 257 : added;

@@ -68,7 +68,8 @@ struct AmxEngine {
 
   // c (m, tile) = or += x[:, k0 : k0 + count] @ panel
   static void multiply(const Packed* packed, int64_t m, int64_t k, int64_t k0, int64_t count, const Panel* panel,
-                       bool first, float* c) {
+                       bool first, float* c, RowsAhead& ahead) {
+    ahead.ask_for_all();
     const int64_t band = steps(k) * x_parts * x_tile, n_steps = steps(count);
     const Packed* x = packed + k0 / step * x_parts * x_tile;
     for (int64_t m0 = 0; m0 < m; m0 += side, x += band)

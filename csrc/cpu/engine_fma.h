@@ -50,32 +50,34 @@ struct FmaEngine {
 
   // c (m, tile) = or += x[:, k0 : k0 + count] @ panel
   static void multiply(const Packed* packed, int64_t m, int64_t k, int64_t k0, int64_t count, const Panel* panel,
-                       bool first, float* c) {
+                       bool first, float* c, RowsAhead& ahead) {
     for (int n = 0; n < tile; n += strip)
       for (int64_t m0 = 0; m0 < m; m0 += height) {
         const float* x = packed + m0 * k + k0 * height;
         const float* b = panel + n * depth;
-        rows<height>(min(height, m - m0), x, b, count, first, c + m0 * tile + n);
+        rows<height>(min(height, m - m0), x, b, count, first, c + m0 * tile + n, ahead);
       }
   }
 
  private:
   template <int most>
-  static INLINE void rows(int64_t m, const float* x, const float* b, int64_t count, bool first, float* c) {
+  static INLINE void rows(int64_t m, const float* x, const float* b, int64_t count, bool first, float* c, RowsAhead& ahead) {
     if constexpr (most > 1) {
-      if (m < most) return rows<most - 1>(m, x, b, count, first, c);
+      if (m < most) return rows<most - 1>(m, x, b, count, first, c, ahead);
     }
-    block<most>(x, b, count, first, c);
+    block<most>(x, b, count, first, c, ahead);
   }
 
   template <int m>
-  static void block(const float* x, const float* b, int64_t count, bool first, float* c) {
+  static void block(const float* x, const float* b, int64_t count, bool first, float* c, RowsAhead& to_come) {
     F sums[m][vectors];
 #pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sums[i][v] = zero();
+    RowsAhead ahead = to_come;  // in registers
     for (int64_t k = 0; k < count; ++k, x += height, b += strip) {
+      ahead.ask_for_one();
       F w[vectors];
       for (int v = 0; v < vectors; ++v) w[v] = load(b + v * lanes);
 #pragma GCC unroll 8
@@ -84,6 +86,7 @@ struct FmaEngine {
         for (int v = 0; v < vectors; ++v) sums[i][v] = fma(w[v], xi, sums[i][v]);
       }
     }
+    to_come = ahead;
 #pragma GCC unroll 8
     for (int i = 0; i < m; ++i)
 #pragma GCC unroll 8

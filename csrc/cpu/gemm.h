@@ -51,15 +51,15 @@ class Gemm {
     const int64_t k = p.k();
     for (int64_t s = 0; s < k; s += stage.span)
       for (int64_t n = begin; n < end; n += tile) {
-        const bool last = n + tile >= end;
-        const int64_t next_n = last ? begin : n + tile, next_k = last ? s + stage.span : s;
-        stage_codes(w, n, s, w.codes + next_n * w.row_bytes + w.byte_of<format>(next_k), stage);
+        stage_codes(w, n, s, stage);
+        RowsAhead ahead = rows_ahead<format, Stage::span>(w, n, s, begin, end);
         for (int64_t k0 = s; k0 < min(s + stage.span, k); k0 += depth) {
           const int64_t count = min(depth, k - k0);
           if constexpr (blocked(format)) stage_scales(w, n, k0, count, stage);
           decode(stage, s, k0, count);
-          multiply(n, k0, count);
+          multiply(n, k0, count, ahead);
         }
+        ahead.ask_for_all();
       }
   }
 
@@ -78,16 +78,17 @@ class Gemm {
       const ScaleRows scales = scale_rows<format>(w, k0, count, begin, end, room);
       for (int64_t n = begin; n < end; n += tile) {
         decode_axpy<format, depth>(w, n, k0, count, scales, typename Engine::Sink{panel});
-        multiply(n, k0, count);
+        RowsAhead none;
+        multiply(n, k0, count, none);
       }
     }
   }
 
   float* sums_of(int64_t n) const { return sums + (n - begin) * p.m; }
 
-  void multiply(int64_t n, int64_t k0, int64_t count) const {
+  void multiply(int64_t n, int64_t k0, int64_t count, RowsAhead& ahead) const {
     Engine::finish(panel, count);
-    Engine::multiply(packed, p.m, p.k(), k0, count, panel, k0 == 0, sums_of(n));
+    Engine::multiply(packed, p.m, p.k(), k0, count, panel, k0 == 0, sums_of(n), ahead);
   }
 
   void finish() const {

@@ -34,11 +34,39 @@ struct DotStage {
   alignas(64) float added[takes_offsets(format) ? most_blocks * tile + 1 : 1];
 };
 
-// Fills stage.bits for outputs n0... and contracted indices k0... (a multiple of span). `next` is where the following call
-// will read: the rows are far apart, which no hardware prefetcher follows, so the lines of each are asked for now. Null
-// leaves that to the caller.
+// What will be staged next. Its rows are far apart, which no hardware prefetcher follows, so they are asked for; but little by
+// little, while the product goes on: all at once they keep everything else waiting.
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  RowsAhead(const uint8_t* first, int64_t step, int64_t bytes, int64_t rows) : at_(first), step_(step), bytes_(bytes), left_(rows) {}
+  // A line of 64 bytes.
+  INLINE void ask_for_one() {
+    if (left_ == 0) return;
+    __builtin_prefetch(at_ + of_row_, 0, 2);
+    if ((of_row_ += 64) >= bytes_) at_ += step_, of_row_ = 0, --left_;
+  }
+  void ask_for_all() {
+    while (left_) ask_for_one();
+  }
+
+ private:
+  const uint8_t* at_ = nullptr;
+  int64_t step_ = 0, bytes_ = 0, left_ = 0, of_row_ = 0;
+};
+
+// The stage after that of outputs n0 ... and contracted indices k0 ...: of the same indices and the next outputs until `end`,
+// then of the next indices and the outputs from `begin` on.
+template <Format format, int span>
+inline RowsAhead rows_ahead(const Weights& w, int64_t n0, int64_t k0, int64_t begin, int64_t end) {
+  const bool last = n0 + tile >= end;
+  const int64_t n = last ? begin : n0 + tile, k = last ? k0 + span : k0;
+  return {w.codes + n * w.row_bytes + w.byte_of<format>(k), w.row_bytes, w.byte_of<format>(span), tile};
+}
+
+// Fills stage.bits for outputs n0... and contracted indices k0... (a multiple of span).
 template <Format format, int depth>
-inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t* next, DotStage<format, depth>& stage) {
+inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, DotStage<format, depth>& stage) {
   constexpr int dwords = DotStage<format, depth>::dwords, bytes = dwords * 4;
   const int64_t first = w.byte_of<format>(k0);
   const uint8_t* from = w.codes + n0 * w.row_bytes + first;
@@ -55,12 +83,8 @@ inline void stage_codes(const Weights& w, int64_t n0, int64_t k0, const uint8_t*
     from = stage.padded;
     step = bytes;
   }
-  for (int n = 0; n < tile; n += lanes) {
-    for (int r = n; next && r < n + lanes; ++r)
-      for (int b = 0; b < bytes; b += 64) __builtin_prefetch(next + r * w.row_bytes + b, 0, 2);
-    for (int d = 0; d < dwords; d += lanes)
-      transpose(from + n * step + d * 4, step, stage.bits + d * tile + n, tile);
-  }
+  for (int n = 0; n < tile; n += lanes)
+    for (int d = 0; d < dwords; d += lanes) transpose(from + n * step + d * 4, step, stage.bits + d * tile + n, tile);
 }
 
 // Fills stage.scales and, with offsets, stage.added, [block][output], for the blocks that k0 ... k0 + count - 1 touch.

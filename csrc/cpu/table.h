@@ -110,7 +110,7 @@ class Table {
 
   void fill(int64_t k0, Stage& stage) const {
     if constexpr (form == Form::dot) {
-      stage_codes(w, begin, k0, nullptr, stage);
+      stage_codes(w, begin, k0, stage);
     } else {
       stage_columns(w, begin, k0, stage.dwords, stage.bits);
     }

@@ -62,24 +62,34 @@ struct WideNf4 {
 
 #else
 
-// A lane holds 8 neighbours. Four overlapping loads, one byte apart, bring each byte to the low end of its lane, which is
-// cheaper than widening and shifting.
+// A lane holds 8 neighbours, brought to its low end by shifts. Where vectors have two ports, four overlapping loads, one byte
+// apart, are cheaper than most of them; where they have four, loads across lines are what takes time.
 struct WideNf4 {
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+  static constexpr int loads = 1;
+#else
+  static constexpr int loads = 4;
+#endif
   static constexpr Format format = Format::nf4;
-  static constexpr int columns = 8 * lanes, values = 8, overread = 3, finest = 8;
+  static constexpr int columns = 8 * lanes, values = 8, overread = loads - 1, finest = 8;
   static constexpr int order(int j, int lane) { return 8 * lane + j; }
 
   struct Group {
-    I bytes[4];
+    I bits[loads];
   };
   Table16 table;
 
   explicit INLINE WideNf4(int which) : table(Table16::of(codebooks[which])) {}
   INLINE Group group(const uint8_t* p) const {
-    return {{load_bits(p), load_bits(p + 1), load_bits(p + 2), load_bits(p + 3)}};
+    Group g;
+    for (int i = 0; i < loads; ++i) g.bits[i] = load_bits(p + i);
+    return g;
   }
   template <int J>
-  INLINE F value(const Group& g) const { return table.at(shift_right<J % 2 ? 0 : 4>(g.bytes[J / 2])); }
+  INLINE F value(const Group& g) const {
+    constexpr int each = values / loads;
+    return table.at(shift_right<start_of<4>(J % each)>(g.bits[J / each]));
+  }
 };
 
 #endif
