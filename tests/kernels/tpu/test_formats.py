@@ -118,7 +118,7 @@ def test_every_bit_pattern_of_fp8(fmt: str) -> None:
         planes = list(_decode.word_planes(row, jnp.asarray(words), ones, permute=True))
         found = np.stack([np.asarray(plane)[:64, 0] for plane in planes], axis=-1).reshape(-1)
     else:
-        (plane,) = _decode.byte_planes(row, jnp.asarray(every[None], jnp.int32))
+        (plane,) = _decode.byte_planes(row, jnp.asarray(every[None].view(np.int8), jnp.int32))
         found = np.asarray(plane)[0]
     wanted = every.view(row.bits_of).astype(np.float32)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))

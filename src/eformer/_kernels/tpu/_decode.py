@@ -23,9 +23,9 @@ _INFINITY = 0x7F800000
 
 
 def byte_planes(row: Format, codes: jax.Array) -> Iterator[jax.Array]:
-    """Planes of codes without blocks, given as int32: each has their shape."""
+    """Planes of codes without blocks, given as int32 whose upper bits are all the highest of the byte: in their shape."""
     if row.bits_of is not None:
-        yield _small_float(row.bits_of, codes, 0)
+        yield _small_float(row.bits_of, codes, shift=0, sign=0)
         return
     for shift in range(8 - row.bits, -1, -row.bits):
         if row.zero is None:
@@ -68,7 +68,7 @@ def _reader(row: Format, registers: jax.Array, *, coded: bool, permute: bool) ->
     if row.table is not None:
         return _table(row.table, registers, jnp.ones((1, registers.shape[-1]), jnp.float32), permute=permute)
     if row.bits_of is not None:
-        return lambda shift: _small_float(row.bits_of, registers, shift)
+        return lambda shift: _small_float(row.bits_of, registers, shift, 24 - shift)
     above, mask = 32 - row.bits, 2**row.bits - 1
     if coded == (row.zero == 0):  # int8_block stores values, the others codes: they differ in the highest bit
         half = sum(1 << (shift + row.bits - 1) for shift in shifts(row.bits))
@@ -82,8 +82,9 @@ def _moved(words: jax.Array, left: int) -> jax.Array:
     return words << left if left > 0 else words >> -left if left else words
 
 
-def _small_float(kind: Any, words: jax.Array, shift: int) -> jax.Array:
-    """The float of 8 bits in the byte above `shift`, by integers: not all chips convert such floats.
+def _small_float(kind: Any, words: jax.Array, shift: int, sign: int) -> jax.Array:
+    """The float of 8 bits in the byte above `shift`, by integers: not all chips convert such floats. Its sign is `sign`
+    bits below the top.
 
     All bits but the sign are moved to where a float32 has them, and the exponent is raised. Below the least normal
     number that gives least/2 * (1 + m) instead of least * m, which is twice as much less `least`, so the smaller of
@@ -96,8 +97,7 @@ def _small_float(kind: Any, words: jax.Array, shift: int) -> jax.Array:
     normal = lax.bitcast_convert_type(size + ((126 + int(info.minexp)) << 23), jnp.float32)
     finite = jnp.minimum(normal, normal + normal - np.float32(info.smallest_normal))
     bits = jnp.where(size < special, lax.bitcast_convert_type(finite, jnp.int32), size | _INFINITY)
-    sign = _moved(words, 24 - shift) & np.int32(-(2**31))
-    return lax.bitcast_convert_type(bits | sign, jnp.float32)
+    return lax.bitcast_convert_type(bits | (_moved(words, sign) & np.int32(-(2**31))), jnp.float32)
 
 
 def _spread(numbers: jax.Array, count: int) -> jax.Array:

@@ -359,10 +359,11 @@ def _valid_x(kernel: Kernel, step: _Step) -> jax.Array:
 
 
 def _valid_codes(kernel: Kernel, step: _Step) -> jax.Array:
-    """Words of blocks, else bytes as int32. Of floats, that is of codes that may be NaN, 0 behind the end."""
+    """Words of blocks, else bytes as signed numbers. Of floats, that is of codes that may be NaN, 0 behind the end."""
     g = kernel.geometry
     row, dot = g.format, kernel.form == "dot"
-    codes = words(step.codes[...]) if row.blocked else step.codes[...].astype(jnp.int32)
+    codes = step.codes[...]
+    codes = words(codes) if row.blocked else lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32)
     if row.bits_of is None:
         return codes
     size, block = (g.units, g.bu) if dot else (g.rows, g.br)
