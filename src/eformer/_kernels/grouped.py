@@ -121,7 +121,7 @@ GROUPED_PRODUCT = Operation(
             takes_scales=cpu.takes_scales,
         ),
         Candidate("native_cuda", "native", cuda.refuses_ragged, cuda.qragged, takes_offsets=always),
-        Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged),
+        Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qragged, takes_offsets=always),
         Candidate("xla", "xla", anything, _tiled, takes_offsets=always, takes_scales=always),
         Candidate(
             "native_cpu", "native", cpu.refuses_rounded, cpu.byte_ragged, rounds_x=True, takes_scales=cpu.takes_scales

@@ -104,7 +104,9 @@ LOOKUP = Operation(
             takes_scales=cpu.takes_scales,
         ),
         Candidate("native_cuda", "native", cuda.refuses_gather, cuda.qgather, takes_offsets=always),
-        Candidate("pallas_tpu", "native", tpu.refuses_gather, tpu.qgather),
+        Candidate(
+            "pallas_tpu", "native", tpu.refuses_gather, tpu.qgather, takes_offsets=always, takes_scales=always,
+        ),
         Candidate("xla", "xla", anything, _decoded, takes_offsets=always),
     ),
     batch=_batch,

@@ -279,7 +279,7 @@ PRODUCT = Operation(
         Candidate(
             "native_cuda", "native", cuda.refuses_product, cuda.qmatmul, in_stack=cuda.qmatmul, takes_offsets=always
         ),
-        Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul),
+        Candidate("pallas_tpu", "native", tpu.refuses_product, tpu.qmatmul, takes_offsets=always),
         Candidate(
             "reference", "small", _tiny, _one_matrix_at_a_time(reference),
             why=f"at most {TINY} values: decoding all of them is as quick, and compiles faster", takes_offsets=always,

@@ -8,25 +8,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from eformer._kernels import tpu
+from eformer._kernels.formats import FORMATS, float_scale
 from eformer._kernels.parameters import Problem, product_problem
 
 from ..cases import Case
 
 
 def problem(case: Case, form: str, x: Any, **options: Any) -> Problem:
-    return product_problem(x, case.codes, case.scale, "tpu", fmt=case.fmt, form=form, cols=case.cols, **options)
+    options = {"fmt": case.fmt, "form": form, "cols": case.cols, "offset": case.offset, "factor": case.factor} | options
+    return product_problem(x, case.codes, case.scale, "tpu", **options)
 
 
 def interpreted(calls: list[tuple[Case, str, Any]], **options: Any) -> list[np.ndarray]:
-    """The float32 results of products of (case, form, x), all in one program."""
-    problems = [problem(case, form, x, out_dtype=jnp.float32) for case, form, x in calls]
+    """The float32 results of products of (case, form, x), all in one program. The end of the memory of an array is NaN."""
+    problems = [problem(case, form, x, out_dtype=jnp.float32).with_float_scale() for case, form, x in calls]
+    options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")} | options
 
     def program(operands: Any) -> list[jax.Array]:
-        return [tpu.qmatmul(p, *o, interpret=True, **options) for p, o in zip(problems, operands, strict=True)]
+        return [tpu.qmatmul(p, *o, **named, **options) for p, (o, named) in zip(problems, operands, strict=True)]
 
-    operands = [(jnp.asarray(x), jnp.asarray(case.codes), case.scale) for case, _, x in calls]
+    operands = []
+    for case, _, x in calls:
+        scale = None if case.scale is None else float_scale(jnp.asarray(case.scale), case.factor)
+        named = {} if case.offset is None else {"offset": jnp.asarray(case.offset)}
+        operands.append(((jnp.asarray(x), jnp.asarray(case.codes), scale), named))
     return [np.asarray(y) for y in jax.jit(program)(operands)]
 
 
@@ -39,7 +47,7 @@ def expected(case: Case, form: str, x: Any) -> np.ndarray:
         return np.asarray(jnp.asarray(value, jnp.float32).astype(jnp.bfloat16), np.float64)
 
     wide, matrix = np.asarray(x, np.float64), case.dense
-    if case.fmt == "nf4":
+    if FORMATS[case.fmt].blocked:
         matrix = rounded(matrix)
     elif case.scale is not None and case.scale.shape[-1 if form == "dot" else -2] != 1:
         # A scale along the contraction is multiplied into x.

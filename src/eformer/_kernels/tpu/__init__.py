@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 
-from ..native import BF16, F32, Limits
+from ..formats import BYTE_SCALES, FORMATS
+from ..native import BF16, F32, FLOATS, Limits
 from ..parameters import Problem
 from . import tuning
 
-# One row of 8 x 128 words holds 64 values of 128 rows of D, and a scale must not change inside it.
-TAKES = ("nf4", "int4", "iq4_nl", "fp4", "int8", "ternary", "binary")
-LIMITS = Limits(TAKES, floats=(F32, BF16), block=64, rows_decide="its tiles depend on it")
+# Formats whose values do not lie across bytes; rows looked up are bytes, whatever they stand for.
+TAKES = tuple(name for name, row in FORMATS.items() if row.unit == 1)
+LIMITS = Limits(TAKES, floats=(F32, BF16), rows_decide="its tiles depend on it")
+ROWS = Limits(tuple(FORMATS), floats=(F32, BF16), scales=(*FLOATS, *BYTE_SCALES))
 # Mosaic multiplies no bfloat16 matrices on these.
 TOO_OLD = ("TPU v2", "TPU v3")
 
@@ -22,8 +24,8 @@ def refuses_product(problem: Problem) -> str | None:
 
 
 def refuses_gather(problem: Problem) -> str | None:
-    why = refuses_platform(problem.platform) or LIMITS.refuses_lookup(problem)
-    if why or problem.preference == "native" or tuning.lookup_pays(problem.fmt, problem.rows, problem.m):
+    why = refuses_platform(problem.platform) or ROWS.refuses_lookup(problem)
+    if why or problem.preference == "native" or tuning.lookup_pays(problem):
         return why
     return f"XLA gathers {problem.m} of {problem.rows} rows of {problem.fmt} with fewer bytes read"
 
@@ -43,6 +45,8 @@ def chip_kind() -> str:
 def refuses_operands(problem: Problem) -> str | None:
     """Whatever the platform: the kernels can be interpreted anywhere."""
     why = LIMITS.refuses_product(problem)
+    if why is None and problem.block is not None:
+        return tuning.refuses_block(problem.fmt, problem.block)
     if why or not problem.scaled_both_ways:
         return why
     return f"a scale of shape {problem.scale_shape} has one factor per value; it takes one per row or per column"

@@ -1,7 +1,13 @@
-"""Embedding rows: the numbers of the rows are known before the kernel starts, so only their tiles are read."""
+"""Embedding rows: the numbers of the rows are known before the kernel starts, so only their tiles are read.
+
+The kernel moves bytes, whatever they stand for. A product with a single 1 takes a row out of its tile; numbers up to 255
+are exact in it, and a row that lay along sublanes lies along lanes afterwards. XLA decodes the rows.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,15 +16,14 @@ from jax import lax
 
 from eformer._jax.avals import result_type
 
-from ..formats import FORMATS
+from ..formats import FORMATS, decode, float_scale
 from ._matmul import stored
-from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nibble_planes, pl, words
-from .tuning import TILE_LANES, TILE_ROWS, planes_of, units_of
+from ._pallas import compiler_params, grid_spec, pl
+from .tuning import TILE_LANES, TILE_ROWS
 
-# Index arithmetic is written with lax: `//` and `%` of JAX also look at signs, for which Mosaic wants to know the chip.
-
-# Units one step decodes at most; a longer row takes several.
-_UNITS, _UNITS_OF_NIBBLES = {"int8": 8192, "ternary": 4096, "binary": 2048}, 1024
+# Bytes of a row of codes one step reads at most; a longer row takes several.
+MOST = 4096
+_LEAST_ROWS = 16  # of a matrix of bfloat16: they fill a register
 
 
 def qgather(
@@ -27,83 +32,95 @@ def qgather(
     indices: jax.Array,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
+    factor: jax.Array | None = None,
     interpret: Any = False,
-    permute: bool | None = None,
 ) -> jax.Array:
     """Decoded rows for indices (n,) inside the table. Scales other than those of blocks are left to XLA."""
-    fmt, planes, blocked = problem.fmt, planes_of(problem.fmt), FORMATS[problem.fmt].blocked
-    operands = [stored(fmt, codes[None])[0]]
-    if blocked:
-        assert scale is not None
-        operands.append(scale.T.astype(jnp.float32))
-    permute = can_permute() if permute is None else permute
-    units = units_of(fmt, problem.cols, problem.block)
-    size = _units_per_step(fmt, units, problem.block)
-    specs = _specs(problem, size)
-    rows = pl.pallas_call(
-        lambda numbers, *refs: _body(problem, permute, numbers, *refs),
+    row = FORMATS[problem.fmt]
+    numbers = [array for array in (scale, offset) if array is not None and row.blocked]
+    tables = [stored(problem.fmt, codes[None])[0], *(_readable(array).T for array in numbers)]
+    found = _picked(f"eformer_{problem.fmt}_lookup", tables, int(row.blocked), indices.astype(jnp.int32), interpret)
+    rows, *numbers = (_stored_as(array.dtype, part) for array, part in zip((codes, *numbers), found, strict=True))
+    if row.blocked:
+        scale, offset = (*numbers, None)[:2]
+    elif scale is not None and scale.shape[0] == problem.rows:
+        scale = scale[indices]
+    rows = rows.reshape(indices.shape[0], *codes.shape[1:])
+    scale = None if scale is None else float_scale(scale, factor)
+    return decode(rows, scale, offset, fmt=problem.fmt, cols=problem.cols).astype(problem.out_dtype)
+
+
+def _readable(numbers: jax.Array) -> jax.Array:
+    """Scales or offsets in a type the kernel reads: bytes, bfloat16 or float32."""
+    if numbers.dtype.itemsize == 1:
+        return lax.bitcast_convert_type(numbers, jnp.uint8)
+    return numbers if numbers.dtype == jnp.bfloat16 else numbers.astype(jnp.float32)
+
+
+def _stored_as(dtype: Any, found: jax.Array) -> jax.Array:
+    """What was found, in its own type; floats as float32."""
+    if dtype.itemsize == 1:
+        return lax.bitcast_convert_type(found.astype(jnp.uint8), dtype)
+    return lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _picked(name: str, tables: list[jax.Array], axis: int, indices: jax.Array, interpret: Any) -> list[jax.Array]:
+    """What the tables hold at the indices of an axis, each (n, length of the other axis): bytes, or bits of float32."""
+    steps = -(-tables[0].shape[1 - axis] // MOST)
+    pairs = [_specs(table.shape, axis, steps) for table in tables]
+    count, lengths = indices.shape[0], [table.shape[1 - axis] for table in tables]
+    moved = sum(steps * math.prod(filter(None, spec.block_shape)) for spec, _ in pairs)
+    found = pl.pallas_call(
+        lambda numbers, *refs: _body(axis, numbers[pl.program_id(0)], refs),
         grid_spec=grid_spec(
-            1,
-            grid=(indices.shape[0], -(-units // size)),
-            in_specs=specs,
-            out_specs=pl.BlockSpec((None, planes, size), lambda i, u, numbers: (i, 0, u)),
+            1, grid=(count, steps), in_specs=[spec for spec, _ in pairs], out_specs=[spec for _, spec in pairs]
         ),
-        out_shape=result_type((indices.shape[0], planes, units), jnp.float32, codes),
-        compiler_params=compiler_params("parallel", "parallel"),
-        cost_estimate=_cost(problem, indices.shape[0], units),
+        out_shape=[result_type((count, 1, length), jnp.int32, tables[0]) for length in lengths],
+        compiler_params=compiler_params("parallel", "arbitrary"),
+        cost_estimate=pl.CostEstimate(flops=2 * count * moved, transcendentals=0, bytes_accessed=count * moved),
         interpret=interpret,
-        name=f"eformer_{fmt}_lookup",
-    )(indices.astype(jnp.int32), *operands)
-    rows = rows.swapaxes(1, 2).reshape(indices.shape[0], -1)[:, : problem.cols]
-    if scale is not None and not blocked:
-        factor = scale[indices] if scale.shape[0] == codes.shape[0] else scale
-        rows = rows * factor.astype(jnp.float32)
-    return rows.astype(problem.out_dtype)
+        name=name,
+    )(indices, *tables)
+    return [part[:, 0] for part in found]
 
 
-def _units_per_step(fmt: str, units: int, block: int | None) -> int:
-    most = _UNITS_OF_NIBBLES if block else _UNITS[fmt]
-    if units <= most:
-        return units
-    # Of blocks, whole groups of eight scales, or a row that is taken whole whatever its length.
-    step = block or most
-    return step * (most // step) if step <= most else units
+def _specs(shape: tuple[int, ...], axis: int, steps: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+    """What a step reads of a table and writes. Shorter tables have fewer blocks than steps: the last one stays."""
+    length, tile = shape[1 - axis], (TILE_ROWS, TILE_LANES)[axis]
+    size = length if steps == 1 else min(length, -(-length // (steps * TILE_LANES)) * TILE_LANES)
+    last = -(-length // size) - 1
+    # lax.div: `//` would look at signs, too, and for that Mosaic wants to know the chip.
+    at = lambda i, u, numbers: (lax.div(numbers[i], tile), lax.min(u, last))  # noqa: E731
+    tile = min(tile, shape[axis])
+    if axis == 0:
+        read = pl.BlockSpec((tile, size), at)
+    else:
+        read = pl.BlockSpec((size, tile), lambda *step: at(*step)[::-1])
+    return read, pl.BlockSpec((None, 1, size), lambda i, u, numbers: (i, 0, lax.min(u, last)))
 
 
-def _specs(problem: Any, size: int) -> list[pl.BlockSpec]:
-    if not FORMATS[problem.fmt].blocked:
-        at_row = lambda i, u, numbers: (lax.div(numbers[i], TILE_ROWS), u)  # noqa: E731
-        return [pl.BlockSpec((min(problem.rows, TILE_ROWS), size), at_row)]
-    scales = size // (problem.block // 8)
-    lanes = min(problem.rows, TILE_LANES)
+def _body(axis: int, number: Any, refs: tuple[Any, ...]) -> None:
+    half = len(refs) // 2
+    for table, out in zip(refs[:half], refs[half:], strict=True):
+        block = table[...]
+        position = lax.rem(number, (TILE_ROWS, TILE_LANES)[axis])
+        ones = lax.broadcasted_iota(jnp.int32, (_LEAST_ROWS, block.shape[axis]), 1) == position
+        dims = (((1,), (axis,)), ((), ()))
+        found = jnp.zeros(out.shape, jnp.int32)
+        for shift, plane in _bytes(block):
+            picked = lax.dot_general(
+                ones.astype(jnp.bfloat16), plane.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32
+            )
+            found = found | (picked[:1].astype(jnp.int32) << shift)
+        out[...] = found
 
-    def at(i: Any, u: Any, numbers: Any) -> Any:
-        return u, lax.div(numbers[i], TILE_LANES)
 
-    return [pl.BlockSpec((4 * size, lanes), at), pl.BlockSpec((scales, lanes), at)]
-
-
-def _body(problem: Any, permute: bool, numbers: Any, codes: Any, *rest: Any) -> None:
-    out = rest[-1]
-    number = numbers[pl.program_id(0)]
-    if not FORMATS[problem.fmt].blocked:
-        row = lax.broadcasted_iota(jnp.int32, codes.shape, 0) == lax.rem(number, TILE_ROWS)
-        for i, plane in enumerate(byte_planes(codes[...], problem.fmt)):
-            out[i : i + 1, :] = jnp.where(row, plane, 0.0).sum(0, keepdims=True)
+def _bytes(block: jax.Array) -> Iterator[tuple[int, jax.Array]]:
+    """The bytes of every element, as numbers, and which bits of it they are."""
+    if block.dtype.itemsize == 1:
+        yield 0, block.astype(jnp.int32) & 255
         return
-    # The row lies along sublanes. A product with one 1 in the right lane takes it out and lays it along lanes; in full
-    # precision it is exact. Lanes after the end of the table, and scales after the last block, may be NaN.
-    scale = rest[0][...]
-    lane = lax.broadcasted_iota(jnp.int32, scale.shape, 1) == lax.rem(number, TILE_LANES)
-    planes = nibble_planes(FORMATS[problem.fmt], words(codes[...]), jnp.where(lane, scale, 0.0), permute=permute)
-    ones = jnp.ones((8, scale.shape[1]), jnp.float32)
-    for i, plane in enumerate(planes):
-        dims = (((1,), (1,)), ((), ()))
-        picked = lax.dot_general(ones, plane, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        out[i : i + 1, :] = picked[:1]
-
-
-def _cost(problem: Any, count: int, units: int) -> pl.CostEstimate:
-    per_row = 4 * units * TILE_LANES if FORMATS[problem.fmt].blocked else units * TILE_ROWS
-    values = units * planes_of(problem.fmt)
-    return pl.CostEstimate(flops=2 * count * values, transcendentals=0, bytes_accessed=count * (per_row + 4 * values))
+    bits = lax.bitcast_convert_type(block.astype(jnp.float32), jnp.int32)
+    for shift in (0, 8, 16, 24):
+        yield shift, (bits >> shift) & 255

@@ -20,9 +20,10 @@ from eformer._jax.avals import result_type
 
 from ..formats import FORMATS
 from ..group_tiles import cut, joined
-from ..native import in_one_batch_axis
+from ..native import in_one_batch_axis, offset_in_one_batch_axis
 from ..parameters import Problem, out_shape
-from ._pallas import byte_planes, can_permute, compiler_params, grid_spec, nibble_planes, pl, precision, scratch, words
+from ._decode import byte_planes, word_planes
+from ._pallas import can_permute, compiler_params, grid_spec, pl, precision, scratch, words
 from .tuning import Geometry, geometry
 
 # Grid axes: matrix (or tile of a group), rows of x, result, contraction.
@@ -39,11 +40,14 @@ def qmatmul(
     codes: jax.Array,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
     interpret: Any = False,
     permute: bool | None = None,
 ) -> jax.Array:
     """The product of one problem, batch axes included. `permute` forces a way of decoding nibbles, for tests."""
-    y = product(problem, *in_one_batch_axis(problem, x, codes, scale), interpret=interpret, permute=permute)
+    operands = in_one_batch_axis(problem, x, codes, scale)
+    offset = None if offset is None else offset_in_one_batch_axis(problem, offset)
+    y = product(problem, *operands, offset, interpret=interpret, permute=permute)
     return y.reshape(out_shape(problem, x, codes))
 
 
@@ -54,6 +58,7 @@ def qragged(
     group_sizes: jax.Array,
     scale: jax.Array | None = None,
     *,
+    offset: jax.Array | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Groups of rows cut into tiles of one height, each tile times the matrix of its group.
@@ -63,7 +68,7 @@ def qragged(
     """
     tiles = cut(group_sizes, x.shape[0], height_of(x.shape[0], group_sizes.shape[0]))
     parts = x.at[tiles.rows].get(mode="fill", fill_value=0)
-    y = product(problem, parts, codes, scale, (tiles.group, tiles.used), interpret=interpret)
+    y = product(problem, parts, codes, scale, offset, (tiles.group, tiles.used), interpret=interpret)
     return joined(tiles, y)
 
 
@@ -77,6 +82,7 @@ def product(
     x: jax.Array,
     codes: jax.Array,
     scale: jax.Array | None,
+    offset: jax.Array | None = None,
     groups: tuple[jax.Array, jax.Array] | None = None,
     *,
     interpret: Any = False,
@@ -84,7 +90,7 @@ def product(
 ) -> jax.Array:
     """(tiles, M, K) times (matrices, ...) -> (tiles, M, N); see `call` for `groups`."""
     g = geometry(problem, x.shape[1])
-    before, factors = (None, None) if scale is None else _factors(problem, g, scale.astype(jnp.float32))
+    before, factors = _factors(problem, g, scale, offset)
     kernel = Kernel(
         geometry=g,
         form=problem.form,
@@ -92,7 +98,8 @@ def product(
         precision=precision(problem.precision),
         permute=can_permute() if permute is None else permute,
         grouped=groups is not None,
-        scaled=factors is not None and not problem.format.blocked,
+        scaled=bool(factors) and not problem.format.blocked,
+        zeros=problem.offset == np.uint8,
     )
     if before is not None:
         x = (x * (before if groups is None else before[groups[0]])).astype(x.dtype)
@@ -110,17 +117,23 @@ def stored(fmt: str, codes: jax.Array) -> jax.Array:
     return codes.transpose(0, 2, 3, 1).reshape(matrices, blocks * size, rows)
 
 
-def _factors(problem: Problem, g: Geometry, scale: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """What x is multiplied by before, and the factors the kernel takes: the scales of blocks, or those of y."""
+def _factors(
+    problem: Problem, g: Geometry, scale: jax.Array | None, offset: jax.Array | None
+) -> tuple[jax.Array | None, list[jax.Array]]:
+    """What x is multiplied by before, and what the kernel takes: scales and offsets of blocks, or the factors of y."""
+    if scale is None:
+        return None, []
     if problem.format.blocked:
-        return None, scale.swapaxes(1, 2)
+        numbers = [scale] if offset is None else [scale, offset]
+        return None, [number.astype(jnp.float32).swapaxes(1, 2) for number in numbers]
+    scale = scale.astype(jnp.float32)
     per_row, per_column = scale.shape[1] != 1, scale.shape[2] != 1
     row = scale.reshape(scale.shape[0], 1, -1)
     if problem.form == "dot":
-        return (row, None) if per_column else (None, jnp.broadcast_to(row, (row.shape[0], 1, g.rows)))
+        return (row, []) if per_column else (None, [jnp.broadcast_to(row, (row.shape[0], 1, g.rows))])
     if per_row:
-        return row, None
-    return None, split(jnp.broadcast_to(row, (row.shape[0], 1, problem.cols)), g)
+        return row, []
+    return None, [split(jnp.broadcast_to(row, (row.shape[0], 1, problem.cols)), g)]
 
 
 def split(x: jax.Array, g: Geometry) -> jax.Array:
@@ -148,6 +161,7 @@ class Kernel:
     permute: bool
     grouped: bool = False
     scaled: bool = False  # y is multiplied by a row of factors at the end
+    zeros: bool = False  # offsets, where there are any, are zero points
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -166,23 +180,20 @@ def call(
     kernel: Kernel,
     x: jax.Array,
     codes: jax.Array,
-    factors: jax.Array | None,
+    factors: list[jax.Array],
     groups: tuple[jax.Array, jax.Array] | None = None,
     *,
     interpret: Any = False,
 ) -> jax.Array:
-    """x (tiles, ...) times codes (matrices, ...). `factors`: the scales of blocks, or what y is multiplied by.
+    """x (tiles, ...) times codes (matrices, ...). `factors`: scales and offsets of blocks, or what y is multiplied by.
 
     `groups` are the matrix of every tile and the number of tiles in use; without it tile t is multiplied by matrix t.
     """
     g, tiles = kernel.geometry, x.shape[0]
     split_and_plain = _split_spec(kernel), _plain_spec(kernel)
     x_spec, y_spec = split_and_plain if kernel.form == "dot" else reversed(split_and_plain)
-    specs = [x_spec, _codes_spec(kernel)]
-    operands = [x, codes]
-    if factors is not None:
-        specs.append(_factor_spec(kernel))
-        operands.append(factors)
+    specs = [x_spec, _codes_spec(kernel), *(_factor_spec(kernel) for _ in factors)]
+    operands = [x, codes, *factors]
     prefetched = [] if groups is None else list(groups)
     y_shape = kernel.y_shape(tiles)
     sums = (g.planes if kernel.form == "axpy" else 1, g.bm, g.bu if kernel.form == "axpy" else g.br)
@@ -276,7 +287,7 @@ class _Step:
     used: Any
     x: Any
     codes: Any
-    factors: Any
+    factors: list[Any]
     y: Any
     sums: Any
 
@@ -285,7 +296,7 @@ def _step(kernel: Kernel, refs: tuple[Any, ...]) -> _Step:
     used = refs[1] if kernel.grouped else None
     x, codes, *factors, y, sums = refs[2:] if kernel.grouped else refs
     tile, out, contracted = (pl.program_id(axis) for axis in (_TILE, _OUT, _CONTRACTED))
-    return _Step(tile, out, contracted, used, x, codes, factors[0] if factors else None, y, sums)
+    return _Step(tile, out, contracted, used, x, codes, factors, y, sums)
 
 
 def _body(kernel: Kernel, step: _Step) -> None:
@@ -294,7 +305,7 @@ def _body(kernel: Kernel, step: _Step) -> None:
 
     def finish() -> None:
         y = step.sums[...] if step.y.ndim == 3 else step.sums[0]
-        step.y[...] = (y * step.factors[...] if kernel.scaled else y).astype(step.y.dtype)
+        step.y[...] = (y * step.factors[0][...] if kernel.scaled else y).astype(step.y.dtype)
 
     def work() -> None:
         pl.when(step.contracted == 0)(start)
@@ -314,10 +325,13 @@ def _accumulate(kernel: Kernel, step: _Step) -> None:
     x = None if step.x.ndim == 3 else _valid_x(kernel, step)
     total = step.sums[0] if dot else None
     row = kernel.geometry.format
+    codes = _valid_codes(kernel, step)
     if row.blocked:
-        planes = nibble_planes(row, words(step.codes[...]), _valid_scales(kernel, step), permute=kernel.permute)
+        scale, *offset = (_valid_numbers(kernel, step, numbers) for numbers in step.factors)
+        named = dict(zip(["zero" if kernel.zeros else "bias"], offset, strict=False))
+        planes = word_planes(row, codes, scale, permute=kernel.permute, **named)
     else:
-        planes = byte_planes(step.codes[...], row.name)
+        planes = byte_planes(row, codes)
     for i, plane in enumerate(planes):
         part = lax.dot_general(
             step.x[i] if x is None else x,
@@ -344,21 +358,33 @@ def _valid_x(kernel: Kernel, step: _Step) -> jax.Array:
     return _masked(step.x[...], 1, size, block, step.contracted)
 
 
-def _valid_scales(kernel: Kernel, step: _Step) -> jax.Array:
-    """The scales of this step. Codes behind the end decode to something finite as long as the scales are."""
+def _valid_codes(kernel: Kernel, step: _Step) -> jax.Array:
+    """Words of blocks, else bytes as signed numbers. Of floats, that is of codes that may be NaN, 0 behind the end."""
+    g = kernel.geometry
+    row, dot = g.format, kernel.form == "dot"
+    codes = step.codes[...]
+    codes = words(codes) if row.blocked else lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32)
+    if row.bits_of is None:
+        return codes
+    size, block = (g.units, g.bu) if dot else (g.rows, g.br)
+    return _masked(codes, int(dot != row.blocked), size, block, step.contracted)
+
+
+def _valid_numbers(kernel: Kernel, step: _Step, numbers: Any) -> jax.Array:
+    """The scales or offsets of this step. Codes behind the end decode to something finite as long as these are."""
     g = kernel.geometry
     unit = step.contracted if kernel.form == "dot" else step.out
     if g.scales_in_tiles:
-        scales = step.factors[...]
+        found = numbers[...]
     else:
         steps_per_row = max(g.units_per_scale // g.bu, 1)
         # lax.div: `//` would look at signs, too, and for that Mosaic wants to know the chip.
-        scales = step.factors[pl.ds(lax.div(unit, steps_per_row) * g.scale_rows, g.scale_rows), :]
+        found = numbers[pl.ds(lax.div(unit, steps_per_row) * g.scale_rows, g.scale_rows), :]
     if kernel.form == "axpy":
-        return _masked(scales, 1, g.rows, g.br, step.contracted)
+        return _masked(found, 1, g.rows, g.br, step.contracted)
     if not g.scales_in_tiles:
-        return scales
-    return _masked(scales, 0, g.units // g.units_per_scale, g.scale_rows, step.contracted)
+        return found
+    return _masked(found, 0, g.units // g.units_per_scale, g.scale_rows, step.contracted)
 
 
 def _masked(value: jax.Array, axis: int, size: int, block: int, number: Any) -> jax.Array:

@@ -30,7 +30,7 @@ TILE_ROWS, TILE_LANES = 32, 128
 class Geometry:
     """How a stored matrix is cut.
 
-    A *unit* is what comes apart into `planes` values: a byte, or of blocks four bytes of one row of D (eight values).
+    A *unit* is what comes apart into `planes` values: a byte, or of blocks a word, four bytes of one row of D.
     `bm`, `br` and `bu` are block sizes: rows of x, rows of D, units of columns.
     """
 
@@ -42,6 +42,7 @@ class Geometry:
     br: int
     bu: int
     block: int | None = None  # values per scale
+    numbers: int = 1  # of a block: its scale, and its offset if there is one
 
     @property
     def format(self) -> Format:
@@ -66,7 +67,7 @@ class Geometry:
     @property
     def units_per_scale(self) -> int:
         assert self.block is not None
-        return self.block // 8
+        return self.block // self.planes
 
     @property
     def scale_rows(self) -> int:
@@ -85,7 +86,16 @@ class Geometry:
 
 
 def planes_of(fmt: str) -> int:
-    return 8 if FORMATS[fmt].blocked else FORMATS[fmt].per_code
+    return 32 // FORMATS[fmt].bits if FORMATS[fmt].blocked else FORMATS[fmt].per_code
+
+
+def refuses_block(fmt: str, block: int) -> str | None:
+    """Registers of eight words hold whole blocks, or blocks whole registers."""
+    planes = planes_of(fmt)
+    if block % (8 * planes) == 0 or block in (planes, 2 * planes, 4 * planes):
+        return None
+    sizes = f"{planes}, {2 * planes}, {4 * planes} and multiples of {8 * planes}"
+    return f"blocks of {block} values; of {fmt} it takes {sizes}"
 
 
 def units_of(fmt: str, cols: int, block: int | None) -> int:
@@ -107,14 +117,19 @@ def cut(problem: Problem, m: int, bm: int, br: int, values: int) -> Geometry:
     fmt, block = problem.fmt, problem.block
     units = units_of(fmt, problem.cols, block)
     wanted = values // planes_of(fmt)
-    bu = _block_units(units, wanted, block // 8) if block else min(units, max(wanted, LEAST_BYTES))
-    return Geometry(fmt, m, problem.rows, units, min(m, bm), min(problem.rows, br), bu, block)
+    per_scale = block // planes_of(fmt) if block else 0
+    bu = _block_units(units, wanted, per_scale) if block else min(units, max(wanted, LEAST_BYTES))
+    numbers = 1 + len(problem.extras)
+    return Geometry(fmt, m, problem.rows, units, min(m, bm), min(problem.rows, br), bu, block, numbers)
 
 
 def _block_units(units: int, wanted: int, per_scale: int) -> int:
-    """Units whose scales are whole rows, a multiple of eight of them, a divisor of all, or part of a single one."""
+    """Units whose scales are whole rows, a multiple of eight of them, a divisor of all, or part of a single one.
+
+    Whole registers, too: where the last one is not full, the block reaches behind the end.
+    """
     if units <= wanted:
-        return units
+        return units if units % 8 == 0 else -(-units // (8 * per_scale)) * 8 * per_scale
     if 8 * per_scale <= wanted:
         return wanted // (8 * per_scale) * 8 * per_scale
     scales = units // per_scale
@@ -130,8 +145,10 @@ def vmem_bytes(g: Geometry, form: str, x_dtype: np.dtype, out_dtype: np.dtype) -
     split, plain = (g.planes, g.bm, g.bu), (g.bm, g.br)
     x, y = (split, plain) if form == "dot" else (plain, split)
     scale = (g.scale_block, g.br) if g.format.blocked else (*y[:-2], 1, y[-1])
-    blocks = padded(x, x_dtype) + padded(stored, np.int8) + padded(scale, np.float32) + padded(y, out_dtype)
-    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, two scaled tables.
+    numbers = g.numbers * padded(scale, np.float32)
+    blocks = padded(x, x_dtype) + padded(stored, np.int8) + numbers + padded(y, out_dtype)
+    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, two scaled tables (or a scale and
+    # an offset for every word).
     plane, words = ((g.bu, g.br), 4) if g.format.blocked else ((g.br, g.bu), 2)
     return 2 * blocks + padded(y, np.float32) + words * padded(plane, np.float32) + padded(plane, x_dtype)
 
@@ -144,7 +161,9 @@ def padded(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(lead) * (-(-rows // tile) * tile) * (-(-lanes // 128) * 128) * size
 
 
-def lookup_pays(fmt: str, rows: int, count: int) -> bool:
-    """XLA keeps rows in blocks along lanes and turns the whole table around to gather from it; one tile per row asked
-    for is less as long as there are few of them. The rows of the other formats XLA gathers in place."""
-    return FORMATS[fmt].blocked and count <= rows // (TILE_LANES // 2)
+def lookup_pays(problem: Problem) -> bool:
+    """XLA keeps rows in small blocks along lanes and turns the whole table around to gather from it; one tile per row
+    asked for is less as long as there are few of them. The rows of other tables XLA gathers in place."""
+    row = problem.format
+    small = row.blocked and row.stored_shape(1, 1, problem.block)[-1] < TILE_LANES
+    return small and problem.m <= problem.rows // (TILE_LANES // 2)
