@@ -184,3 +184,21 @@ def test_dtype_and_progress(tmp_path: Path):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {"bfloat16"}
     assert seen[0].name == "model.embed_tokens.weight"
     assert seen[-1].done == seen[-1].total
+
+
+@pytest.mark.parametrize("case", ["qwen 3 moe", pytest.param("mixtral", marks=pytest.mark.thorough)])
+def test_experts_in_one_tensor(case: str, tmp_path: Path):
+    """As MLX writes them: `switch_mlp`, with the same names of parts for all models."""
+    source = folders.write(tmp_path / "m", case)
+    expected = load(source)
+    stored = load_file(source / "model.safetensors")
+    router, experts, parts = described(folders.GOLDEN[case]["config"], source).family.experts
+    for at in {name.partition(router)[0] for name in stored if name.endswith(f"{router}.weight")}:
+        for our, part in parts.items():
+            names = [f"{at}{experts}.{i}.{part}.weight" for i in range(len(stored[f"{at}{router}.weight"]))]
+            together = np.stack([stored.pop(name) for name in names])
+            stored[f"{at}{experts.removesuffix('experts')}switch_mlp.{our}_proj.weight"] = together
+    save_file(stored, source / "model.safetensors")
+    found = load(source)
+    for ours, theirs in zip(jax.tree.leaves(found.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

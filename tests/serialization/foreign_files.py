@@ -58,10 +58,11 @@ def gptq(
     g_idx = np.arange(size) // group
     if act_order:
         g_idx = rng.permutation(g_idx)
-    stored = zeros if v2 else (zeros.astype(int) - 1) % 2**bits
+    below = zeros.astype(int) - 1  # of 0, this borrows from the next one in the word; of 3 bits, each wraps alone
+    first = rows_of_words(below % 8, 3) if bits == 3 else whole_words(below, bits)
     tensors = {
         "m.qweight": np.ascontiguousarray(rows_of_words(codes.T, bits).T),
-        "m.qzeros": rows_of_words(stored, bits),
+        "m.qzeros": rows_of_words(zeros, bits) if v2 else first,
         "m.scales": scales,
         "m.g_idx": g_idx.astype(np.int32),
         "m.bias": np.ones(out, np.float16),

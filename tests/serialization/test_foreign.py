@@ -28,7 +28,7 @@ CASES: dict[str, Any] = {
     "gptq, 2 bits": lambda rng: made.gptq(rng, bits=2, group=16),
     "gptq, 3 bits": lambda rng: made.gptq(rng, bits=3),
     "gptq, 24 outputs": lambda rng: made.gptq(rng, out=24),  # as many words of zero points as with 3 bits
-    "gptq, 8 bits": lambda rng: made.gptq(rng, bits=8),
+    **{f"gptq, {b} bits": lambda rng, b=b: made.gptq(rng, bits=b, v2=b < 8) for b in (5, 6, 8)},
     "gptq, one group": lambda rng: made.gptq(rng, group=96),
     "gptq, ragged": lambda rng: made.gptq(rng, group=64),
     "gptq, act order": lambda rng: made.gptq(rng, act_order=True),
@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "groups of other sizes": ("gptq", {"g_idx": lambda g: g * 0}, r"'m\.g_idx'.*puts 0 to 96 rows into a group of 32"),
     "groups for other rows": ("gptq", {"g_idx": last}, r"'m\.g_idx'.*int32\[95\].*needs the shape \[96\]"),
     "other bits": ("gptq", {"config": {"bits": 8}}, r"'m\.qzeros'.*fits bits=4, but .*bits=8.*{'bits': 4}"),
-    "absurd bits": ("gptq", {"config": {"bits": "4"}}, r"bits='4'.*allowed are \(2, 3, 4, 8\)"),
+    "absurd bits": ("gptq", {"config": {"bits": "4"}}, r"bits='4'.*allowed are \(2, 3, 4, 5, 6, 8\)"),
     "bits that lie": (
         "pack-quantized",
         {"config": {"config_groups": {"a": {"weights": {"num_bits": 8}}}}},

@@ -64,6 +64,10 @@ def gptq(config: dict[str, Any], **weights: Any) -> Case:
     return several({"quant_method": "gptq", "bits": 4, "group_size": 32, **config}, **weights)
 
 
+def autoround(config: dict[str, Any], weight: Any) -> Case:
+    return several({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, **config}, m=weight)
+
+
 def turned_names(case: Any, **names: str) -> Case:
     tensors, stated, values = case
     found = {names.get(name.removeprefix("m.").replace(".", "_"), name): array for name, array in tensors.items()}
@@ -83,7 +87,7 @@ CASES: dict[str, Any] = {
     ),
     "gptq: format": lambda: gptq({"format": "gptq_v2", "method": "gptq"}, q=made.gptq(seeded(), v2=True)),
     "gptq: nothing said": lambda: gptq({"sym": None, "checkpoint_format": None}, q=made.gptq(seeded())),
-    "autoround": lambda: several(
+    "autoround: bits of one weight": lambda: several(
         {
             "quant_method": "auto-round",
             "packing_format": "auto_round:auto_gptq",
@@ -95,6 +99,13 @@ CASES: dict[str, Any] = {
         q=made.gptq(seeded(), sym=True),
         up=made.gptq(seeded(), bits=8, group=16, sym=True),
     ),
+    "autoround": lambda: autoround({"packing_format": "auto_round"}, made.gptq(seeded(), v2=True)),
+    "autoround: as older versions say it": lambda: autoround(
+        {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2"}, made.gptq(seeded(), v2=True)
+    ),
+    "autoround: gptq": lambda: autoround({"packing_format": "auto_round:gptq"}, made.gptq(seeded())),
+    "autoround: not said": lambda: autoround({}, made.gptq(seeded())),
+    "autoround: awq": lambda: autoround({"packing_format": "auto_round:auto_awq"}, made.awq(seeded())),
     "mlx: floats, and affine": lambda: several(
         {"mode": "mxfp4", "bits": 4, "group_size": 32, "q": {"group_size": 64, "bits": 8}, "x.up": {"bits": 4}},
         "quantization",

@@ -171,7 +171,12 @@ class _Reading:
         made: dict[str, Any] = {}
         if self.has(f"{at}{router}.weight"):
             made["router"] = self.leaf(f"{at}{router}.weight", turned=True)
-            made |= {our: self.stacked(f"{at}{experts}", part, made["router"].shape[1]) for our, part in parts.items()}
+            together = f"{at}{experts.rpartition('.')[0]}.switch_mlp."  # of MLX: all experts in one tensor
+            for our, part in parts.items():
+                if self.has(whole := f"{together}{our}_proj.weight"):
+                    made[our] = self.leaf(whole, turned=True)
+                else:
+                    made[our] = self.stacked(f"{at}{experts}", part, made["router"].shape[1])
         else:
             shapes |= {"gate": (config.hidden, width), "up": (config.hidden, width), "down": (width, config.hidden)}
         for our, shape in shapes.items():
@@ -207,7 +212,7 @@ class _Reading:
         if self.dtype is not None:
             leaf = leaf.astype(self.dtype)
         if turned:
-            leaf = leaf.T
+            leaf = leaf.mT
         self.left.discard(name)
         self.done += self.opened.info(name).nbytes
         self.tell(Progress(name, self.done, self.total))

@@ -16,8 +16,8 @@ from ..safetensors.reading import open_regular
 # The keys of a quantization config that are read.
 READ = (
     "bits", "w_bit", "group_size", "q_group_size", "quant_method", "method", "checkpoint_format", "format", "desc_act",
-    "sym", "version", "mode", "weight_block_size", "config_groups", "dynamic", "packing_format", "extra_config",
-    "dtype",
+    "sym", "version", "mode", "weight_block_size", "config_groups", "dynamic", "packing_format", "backend",
+    "extra_config", "dtype",
 )  # fmt: skip
 # Where it is; a later one, which MLX writes, adds to what an earlier one says.
 CONFIG_KEYS = ("compression_config", "quantization_config", "quantization")
@@ -43,7 +43,17 @@ def of_weight(config: Mapping[str, Any], stem: str) -> Mapping[str, Any]:
     own = config.get(stem, extra.get(stem) if isinstance(extra, Mapping) else None)
     if isinstance(own, Mapping):
         config = {**{key: value for key, value in config.items() if key not in _OF_A_WEIGHT}, **own}
-    return {key: value for key, value in config.items() if value is not None}
+    found = {key: value for key, value in config.items() if value is not None}
+    return {**found, **_meant_by_autoround(found)} if "auto-round" in str(found.get("quant_method")) else found
+
+
+def _meant_by_autoround(config: Mapping[str, Any]) -> dict[str, Any]:
+    """AutoRound writes the layouts of others under names of its own, older versions as a backend."""
+    packing = str(config.get("packing_format", config.get("backend", "gptq")))
+    if "awq" in packing:
+        return {"quant_method": "awq"}
+    minus = packing == "auto" or "gptq" in packing.replace("gptqmodel", "")
+    return {"checkpoint_format": "gptq" if minus else "gptq_v2", **config, "quant_method": "gptq"}
 
 
 def words_of(config: Mapping[str, Any]) -> str:

@@ -51,7 +51,6 @@ def permuted(array: Any, order: Any) -> Any:
 # -- GPTQ and AWQ: words of codes (in, out), scales (groups, out) ------------------------------------------------------
 
 _GPTQ = {".qweight": WORDS, ".qzeros": WORDS, ".scales": FLOATS}
-_GPTQ_BITS = (2, 3, 4, 8)
 
 
 def _fits_gptq(parts: Parts) -> bool:
@@ -62,13 +61,13 @@ def _fits_gptq(parts: Parts) -> bool:
 def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     codes, zeros, (groups, out) = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape
     check_method(config, "gptq")
-    stated = None if config.get("dynamic") else number(config, "bits", _GPTQ_BITS)
-    fitting = [b for b in _GPTQ_BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
+    stated = None if config.get("dynamic") else number(config, "bits", _BITS)
+    fitting = [b for b in _BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
     fitting = sorted(fitting, key=lambda b: (b != stated, out * b % 32 != 0))
     found = f"is {text_of(zeros)} for {out} outputs and codes {text_of(codes)}, which fits"
     said = f"the quantization config says bits={stated}."
     if not fitting:
-        raise wrong(".qzeros", f"{found} no number of bits in {_GPTQ_BITS}; {said}")
+        raise wrong(".qzeros", f"{found} no number of bits in {_BITS}; {said}")
     if stated not in (None, fitting[0]):
         fix = f"Pass quantization={{'bits': {fitting[0]}}} if that is what it is, or, for this weight alone, "
         fix += f"{{'NAME': {{'bits': {fitting[0]}}}}} with its name before .qzeros."
@@ -82,7 +81,7 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     order = row_order(parts, ".g_idx", size, group or size, groups, read)
     version = config.get("checkpoint_format", config.get("format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
-        fix = "Allowed are 'gptq' (zero points stored minus 1) and 'gptq_v2' (as they are)."
+        fix = "Allowed are 'gptq' (zero points stored minus 1) and 'gptq_v2' (as they are). Convert others first."
         raise wrong(".qzeros", f"is of checkpoint_format={version!r:.50}, whose layout is unknown.", fix)
     zeros_are = {"minus": 1 if version == "gptq" else 0, "assumed": not {"checkpoint_format", "format"} & set(config)}
     symmetric = config.get("sym") is True
@@ -115,7 +114,9 @@ def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, rea
 
 @functools.partial(jax.jit, static_argnames=("bits", "out", "minus"))
 def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int) -> Any:
-    """z - 1 was stored, in the bits there are: 0 became the largest."""
+    """z - 1 was stored. GPTQModel subtracts from whole words, where 0 borrows from the next field, but of 3 bits."""
+    if minus and 32 % bits == 0:
+        zeros, minus = layouts.unsigned(zeros) + np.uint32(0xFFFFFFFF // (2**bits - 1)), 0
     codes = layouts.bit_stream(zeros, bits)[:, :out]
     return (codes + np.uint8(minus)) & np.uint8(2**bits - 1)
 

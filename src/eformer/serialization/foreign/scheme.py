@@ -119,9 +119,7 @@ def group_size(stated: Any, size: int, groups: int, suffix: str) -> int | None:
 
 def check_method(config: Config, method: str) -> None:
     """Raise if the configuration names another method: its layout, or what its zero points mean, may be another."""
-    stated, packing = config.get("quant_method", config.get("method")), config.get("packing_format")
-    if isinstance(packing, str) and packing.endswith(f":auto_{method}"):  # AutoRound, which writes files of others
-        return
+    stated = config.get("quant_method", config.get("method"))
     if isinstance(stated, str) and stated != method:
         what = f"has the layout of {method}, but the quantization config says quant_method={stated!r}."
         raise wrong(".qweight", what, f"Pass quantization={{'quant_method': {method!r}}} if that is what it is.")
