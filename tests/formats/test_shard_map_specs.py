@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from eformer import LoraArray
 from eformer.errors import MaterializationError, MaterializationWarning, ShardingError, SlicedBelowCoreError
 from eformer.jaximus import explain, implicit, materialization_policy
-from eformer.ops.quantization import Array1B, Array8B, ArrayInt, ArrayNF4
+from eformer.ops.quantization import Array1B, Array8B, ArrayFloat, ArrayInt, ArrayNF4
 
 from .contract import FAST, check, dense, normal, seeded
 
@@ -138,6 +138,22 @@ def test_specs_by_storage_of_a_double_quantized_array_say_what_to_do() -> None:
         f(in_specs=(q.child_specs(P(None, "t")),))(q)
     plain = dataclasses.replace(q, absmax=q.absmax.expanded())
     check(f(in_specs=(plain.child_specs(P(None, "t")),))(plain), jnp.tanh(dense(q)))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_scales_of_tiles_are_split_with_their_rows(axis: int) -> None:
+    """Also where a device gets a part of a tile."""
+    rng = seeded("tiles", axis)
+    w = normal(rng, 256, 256) * jnp.where(jnp.arange(256) < 128, 1, 64) * jnp.where(jnp.arange(256) < 128, 1, 8)[:, None]
+    q, x, mesh = ArrayFloat.quantize(w, "fp8", block_size=128, axis=axis), normal(rng, 3, 256), mesh_of(8)
+    spec = P(None, ("t", "u")) if axis == -2 else P(("t", "u"))
+    with materialization_policy("error"):
+        product = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P(), spec), out_specs=spec)
+        turned = jax.shard_map(lambda x, w: x @ w.T, mesh=mesh, in_specs=(P(), spec), out_specs=P(None, *spec))
+        check(implicit(product if axis == -2 else turned)(x, q), x @ (dense(q) if axis == -2 else dense(q).T), 3e-5)
+    by_storage = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=(q.child_specs(spec),), out_specs=spec)
+    with pytest.raises(ValueError, match="codes of 32 rows do not go with scales of 2 tiles"):
+        by_storage(q)
 
 
 @pytest.mark.parametrize("kind", ["nf4-16", "ternary"])

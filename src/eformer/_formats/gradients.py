@@ -23,12 +23,12 @@ from eformer.errors import QuantizedGradientError
 _FACTORS = "\nA factor multiplied into the array counts as part of it; multiply the result of the product instead."
 
 
-def frozen(scale: Any, fmt: str, why: str = "") -> Any:
-    """The scale itself (or None), refusing to be differentiated, in other words if `why` is given.
+def frozen(scale: Any, fmt: str) -> Any:
+    """The scale itself (or None), refusing to be differentiated.
 
     A scale that is not differentiated has no tangent, and the rule of a function of one argument is then never called.
     """
-    return None if scale is None else _guard(fmt, why)(scale)
+    return None if scale is None else _guard(fmt)(scale)
 
 
 def refusal(fmt: str) -> QuantizedGradientError:
@@ -36,14 +36,14 @@ def refusal(fmt: str) -> QuantizedGradientError:
 
 
 @functools.cache
-def _guard(fmt: str, why: str) -> Any:
+def _guard(fmt: str) -> Any:
     @jax.custom_jvp
     def frozen_scale(scale: jax.Array) -> jax.Array:
         return scale
 
     @frozen_scale.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        raise QuantizedGradientError(why) if why else refusal(fmt)
+        raise refusal(fmt)
 
     return frozen_scale
 

@@ -33,7 +33,8 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 NO_GRADIENT = """\
 a gradient with respect to the {what} of a quantized {fmt} matrix was requested: rounding has no useful derivative.
 Keep the quantized array out of the differentiated arguments and train a low-rank update (LoRA) next to it, or keep the
-dense weight and quantize it in the forward pass with `straight_through`."""
+dense weight and quantize it in the forward pass with `straight_through`. For rows written into a QuantizedCache: train
+with a dense cache, or write `jax.lax.stop_gradient(rows)`."""
 
 Axes = Sequence[tuple[Any, int]]  # (operand, axis): what an axis of the result is sharded like
 

@@ -13,7 +13,6 @@ from eformer._messages import called_otherwise
 
 from .. import arguments as _arguments
 from ..base import Sharding
-from ..gradients import frozen
 from ..integer import codec
 from ..integer.array import ArrayInt
 
@@ -23,11 +22,6 @@ FORMATS: dict[str, tuple[int, int | None, Any]] = {
     "int4": (4, 64, jnp.bfloat16),
 }
 _NAMES = {"bits": 'the format is format="int{value}"', "group_size": "values that share a scale are block_size={value}"}
-NO_GRADIENT = """\
-a gradient through a QuantizedCache was requested: rows are rounded when they are written, and rounding has no useful
-derivative. Train with a dense cache, or attend without one; or write rows that are not differentiated:
-
-    cache.at[...].set(jax.lax.stop_gradient(rows))"""
 
 
 @dataclasses.dataclass
@@ -63,10 +57,6 @@ class QuantizedCache(ArrayInt):
         if self.axis is None:
             self.axis = -1
         super().__post_init__()
-
-    def frozen_scale(self) -> Any:
-        scale = self.part(self.scale_part)
-        return scale if self.carries_factor else frozen(scale, self.format, NO_GRADIENT)
 
     @property
     def _whole_rows(self) -> bool:

@@ -116,7 +116,21 @@ class ArrayFloat(QuantizedArray):
         array, last = super().part(part), self.codes.ndim - 3
         if not part.is_scale or self.axis is None or last < 0 or array.shape[last] == self.codes.shape[last]:
             return array
-        return codec.spread(array, last, self.codes.shape[last])
+        rows, tiles = self.codes.shape[last], array.shape[last]
+        if tiles != -(-rows // codec.TILE):
+            raise ValueError(
+                f"codes of {rows} rows do not go with scales of {tiles} tiles of {codec.TILE} rows. Where shard_map took "
+                "a part of the codes, split the array itself: implicit(jax.shard_map(f, in_specs=...))(q)."
+            )
+        return codec.spread(array, last, rows)
+
+    def stored_for(self, sharding: Any) -> ArrayFloat:
+        """A device that takes some of the rows takes their scales with them, so there must be one for each row."""
+        scale = self.part(self.scale_part)
+        if scale.shape == self.scale.shape:
+            return self
+        last = max(axis for axis in range(self.ndim) if axis - self.ndim != self.axis)
+        return self.replaced(scale=scale) if any(sharding.spec[last : last + 1]) else self
 
     def float_scale(self) -> Any:
         """The scale of the blocks and that of the tensor as one array of numbers."""
