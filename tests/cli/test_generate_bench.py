@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from eformer.cli import main
+from eformer.errors import CheckpointError
+from eformer.models import load
 from eformer.serialization import save
 
 from . import tiny
@@ -115,6 +117,22 @@ def test_errors_are_one_line(
     assert not said.out
     assert said.err.count("\n") == 1
     assert words in said.err
+
+
+@pytest.mark.parametrize(
+    ("more", "notes", "words"),
+    [
+        ({"rope_freqs.weight": ("F32", (8,))}, {}, "'rope_freqs.weight': is not part of a model that is read here"),
+        ({"blk.1.attn_q.bias": ("F32", (64,))}, {}, "'blk.1.attn_q.bias': is not part"),
+        ({}, {"llama.rope.scaling.type": "linear"}, "says 'linear' for llama.rope.scaling.type; only 'none'"),
+        ({}, {"llama.rope.dimension_count": np.uint32(8)}, "says 8 for llama.rope.dimension_count; only 16"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(
+    more: dict[str, Any], notes: dict[str, Any], words: str, tmp_path: Path
+):
+    with pytest.raises(CheckpointError, match=words):
+        load(tiny.write(tmp_path / "tiny.gguf", more=more, **notes))
 
 
 def test_a_missing_package_says_how_to_get_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

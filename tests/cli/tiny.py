@@ -24,7 +24,9 @@ NOTES: dict[str, Any] = {
 }
 
 
-def write(path: Path, kind: str = "F32", **notes: Any) -> Path:
+def write(
+    path: Path, kind: str = "F32", more: dict[str, tuple[str, tuple[int, ...]]] | None = None, **notes: Any
+) -> Path:
     kv = KV_HEADS * WIDTH // HEADS
     matrices = {"attn_q": (WIDTH, WIDTH), "attn_k": (kv, WIDTH), "attn_v": (kv, WIDTH), "attn_output": (WIDTH, WIDTH)}
     matrices |= {"ffn_gate": (HIDDEN, WIDTH), "ffn_up": (HIDDEN, WIDTH), "ffn_down": (WIDTH, HIDDEN)}
@@ -32,6 +34,6 @@ def write(path: Path, kind: str = "F32", **notes: Any) -> Path:
     for number in range(LAYERS):
         tensors |= {f"blk.{number}.{name}.weight": (kind, size) for name, size in matrices.items()}
         tensors |= {f"blk.{number}.{name}.weight": ("F32", (WIDTH,)) for name in ("attn_norm", "ffn_norm")}
-    tensors["output_norm.weight"] = ("F32", (WIDTH,))
+    tensors |= {"output_norm.weight": ("F32", (WIDTH,)), **(more or {})}
     path.write_bytes(gguf_bytes(tensors, {**NOTES, **notes}))
     return path

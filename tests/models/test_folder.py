@@ -103,6 +103,22 @@ def test_what_does_not_fit_is_named(more: dict[str, Any], words: str, tmp_path: 
         load(folders.write(tmp_path, "llama 2", **more))
 
 
+@pytest.mark.parametrize(
+    ("case", "lost"),
+    [
+        ("qwen 2", "layers.1.self_attn.k_proj.bias"),
+        ("llama with biases", "layers.0.mlp.down_proj.bias"),
+        ("qwen 3", "layers.1.self_attn.q_norm.weight"),
+        ("gemma 3", "layers.0.self_attn.k_norm.weight"),
+    ],
+)
+def test_a_lost_bias_or_norm_of_heads_is_not_taken_for_none(case: str, lost: str, tmp_path: Path):
+    file = folders.write(tmp_path, case) / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if not name.endswith(lost)}, file)
+    with pytest.raises(CheckpointError, match=f"{lost}': is missing"):
+        load(tmp_path)
+
+
 def test_a_folder_to_a_folder(tmp_path: Path):
     source = folders.write(tmp_path / "source", "qwen 3 moe")
     folders.write_tokenizer(source)

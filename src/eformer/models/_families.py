@@ -40,14 +40,17 @@ def _windowed(given: Given, layer: int) -> bool:
 class Family:
     """How an architecture differs: `defaults` of its configuration, and a test for layers with a sliding window.
 
-    `experts` are the name of the router, that of the experts, and those of their parts. Gemma adds 1 to the weights of
-    its norms and scales its embedding: `is_gemma`.
+    `experts` are the name of the router, that of the experts, and those of their parts. `biased` are the matrices that
+    always have a bias; None: the configuration says which. Gemma adds 1 to the weights of its norms and scales its
+    embedding: `is_gemma`.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_windowed: Callable[[Given, int], bool] = lambda given, layer: False
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: NORMS)
     experts: tuple[str, str, Mapping[str, str]] = ("mlp.gate", "mlp.experts", _EXPERTS)
+    biased: str | None = None
+    norms_heads: bool = False
     is_gemma: bool = False
 
 
@@ -56,17 +59,19 @@ _GEMMA2 = _GEMMA | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
 _QWEN = {"max_window_layers": 28, "sliding_window": 4096}
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "mistral": Family({"sliding_window": 4096, "num_key_value_heads": 8}, lambda given, layer: True),
+    "mistral": Family({"sliding_window": 4096, "num_key_value_heads": 8}, lambda given, layer: True, biased=""),
     "mixtral": Family(
         {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "norm_topk_prob": True},
         lambda given, layer: True,
         experts=("block_sparse_moe.gate", "block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
+        biased="",
     ),
-    "qwen2": Family(_QWEN, _windowed),
-    "qwen3": Family(_QWEN | {"head_dim": 128}, _windowed),
+    "qwen2": Family(_QWEN, _windowed, biased="qkv"),
+    "qwen3": Family(_QWEN | {"head_dim": 128}, _windowed, norms_heads=True),
     "qwen3_moe": Family(
         {"num_key_value_heads": 4, "sliding_window": 4096, "norm_topk_prob": False},
         lambda given, layer: bool(given.get("use_sliding_window")),
+        norms_heads=True,
     ),
     "gemma": Family(_GEMMA, is_gemma=True),
     "gemma2": Family(
@@ -79,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA2 | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
         lambda given, layer: (layer + 1) % given["sliding_window_pattern"] != 0,
         _GEMMA_NORMS,
+        norms_heads=True,
         is_gemma=True,
     ),
     "smollm3": Family({"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4}),
@@ -101,6 +107,7 @@ class Described:
     config: Config
     family: Family
     tied: bool
+    biased: frozenset[str]  # matrices that must have a bias
 
 
 def described(given: Given, file: Any = None) -> Described:
@@ -115,7 +122,10 @@ def described(given: Given, file: Any = None) -> Described:
             f"describes a model of the type {kind!r}; those that run here are {', '.join(FAMILIES)}.", file=file
         )
     given = {**_DEFAULTS, **family.defaults, **{k: v for k, v in given.items() if v is not None or "softcap" in k}}
-    return Described(_config(_Reader(given, file), family), family, bool(given["tie_word_embeddings"]))
+    config = _config(_Reader(given, file), family)
+    said = [*("qkvo" * bool(given.get("attention_bias"))), *(("gate", "up", "down") * bool(given.get("mlp_bias")))]
+    biased = frozenset(said if family.biased is None else family.biased)
+    return Described(config, family, bool(given["tie_word_embeddings"]), biased)
 
 
 @dataclasses.dataclass(frozen=True)

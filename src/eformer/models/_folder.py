@@ -181,12 +181,12 @@ class _Reading:
             shapes |= {"gate": (config.hidden, width), "up": (config.hidden, width), "down": (width, config.hidden)}
         for our, shape in shapes.items():
             made[our] = self.leaf(f"{at}{MATRICES[our]}.weight", shape, turned=True)
-            if self.has(bias := f"{at}{MATRICES[our]}.bias"):
+            if self.has(bias := f"{at}{MATRICES[our]}.bias") or our in self.about.biased:
                 made[f"{our}_bias"] = self.leaf(bias, shape[:1])
         for our, name in family.norms.items():
-            optional = our in ("norm_q", "norm_k")
-            if not optional or self.has(f"{at}{name}.weight"):
-                made[our] = self.leaf(f"{at}{name}.weight", (config.head_size if optional else width,))
+            of_heads = our in ("norm_q", "norm_k")
+            if not of_heads or family.norms_heads or self.has(f"{at}{name}.weight"):
+                made[our] = self.leaf(f"{at}{name}.weight", (config.head_size if of_heads else width,))
         return made
 
     def has(self, name: str) -> bool:

@@ -27,6 +27,7 @@ _MATRICES = {
     "down": "ffn_down",
 }
 _NORMS = {"norm_attention": "attn_norm", "norm_mlp": "ffn_norm"}
+_FOLDER = "Load the folder with config.json that the file was made of."
 
 
 def notes_of(opened: GgufFile | LazyCheckpoint) -> dict[str, Any]:
@@ -55,10 +56,11 @@ def config_of(notes: Mapping[str, Any], file: Any = None) -> Config:
             raise CheckpointError(f"says {found!r} for llama.{name}, which must be a positive number.", file=file)
         return found
 
-    heads = number("attention.head_count")
+    heads, width = number("attention.head_count"), number("embedding_length")
+    _refuse_others(notes, width // heads, file)
     return Config(
         vocabulary=number("vocab_size", len(notes.get("tokenizer.ggml.tokens", ()))),
-        width=number("embedding_length"),
+        width=width,
         layers=number("block_count"),
         heads=heads,
         kv_heads=number("attention.head_count_kv", heads),
@@ -67,6 +69,19 @@ def config_of(notes: Mapping[str, Any], file: Any = None) -> Config:
         epsilon=float(number("attention.layer_norm_rms_epsilon", 1e-5)),
         positions=int(number("context_length")) if "llama.context_length" in notes else 0,
     )
+
+
+def _refuse_others(notes: Mapping[str, Any], size: int, file: Any) -> None:
+    """What changes the values of a model and is not computed here: rather no model than a wrong one."""
+    only = dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), size)
+    for name, allowed in {**only, "rope.scale_linear": 1, "rope.scaling.type": "none"}.items():
+        found = notes.get(f"llama.{name}", allowed)
+        if found != allowed:
+            raise CheckpointError(
+                f"says {found!r} for llama.{name}; only {allowed!r} is computed here.",
+                file=file,
+                fix=_FOLDER,
+            )
 
 
 def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
@@ -87,6 +102,13 @@ def read(opened: GgufFile | LazyCheckpoint, *, dense: bool = False) -> Model:
 
     layers = [layer(number) for number in range(config.layers)]
     params = {"embedding": leaf("token_embd.weight"), "layers": layers, "norm": leaf("output_norm.weight")}
+    if unused := sorted({*opened} - {name for name, _ in tensors(params, lambda w: w)}):
+        raise CheckpointError(
+            f"is not part of a model that is read here (one of {len(unused)}).",
+            file=opened.path,
+            tensor=unused[0],
+            fix=_FOLDER,
+        )
     template = notes.get("tokenizer.chat_template")
     return Model(
         config, params, Tokenizer.from_metadata(notes), notes.get("tokenizer.ggml.eos_token_id"), template=template
