@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _timing import BLOCK, FORMATS, random_storage, write_json
+from _timing import BLOCK, STORED, random_storage, write_json
 
-from eformer._kernels import qmatmul
+from eformer._kernels import qmatmul, tpu
 
 SIZES = ("4096x4096", "4096x14336", "14336x4096")
 ROWS_OF_X = (1, 8, 32, 128, 512, 4096)
-BITS = {"bf16": 16.0, "nf4": 4 + 32 / BLOCK, "int8": 8.0, "ternary": 2.0, "binary": 1.0}
+FORMATS = ("bf16", *tpu.TAKES)
+BITS = {"bf16": 16.0} | {fmt: STORED[fmt].bits + 32 / BLOCK * STORED[fmt].blocked for fmt in tpu.TAKES}
 # Products in a row before the clock is read: one alone is shorter than starting it from the host.
 REPEATS = 32
 
@@ -114,7 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chip", choices=CHIPS, help="for the estimates; found by itself on a TPU, else v5e")
     parser.add_argument("--sizes", nargs="+", metavar="KxN", default=SIZES)
     parser.add_argument("--m", type=int, nargs="+", default=ROWS_OF_X)
-    parser.add_argument("--formats", nargs="+", choices=("bf16", *FORMATS), default=("bf16", *FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--forms", nargs="+", choices=("dot", "axpy"), default=("dot",))
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results to this file")
     return parser.parse_args()

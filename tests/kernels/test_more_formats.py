@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._kernels import qgather, qragged_dot, tpu, xla
+from eformer._kernels import qgather, qragged_dot, xla
 from eformer._kernels.formats import FORMATS, unpack
 from eformer._kernels.native import FLOATS
 from eformer._kernels.parameters import product_problem
 
-from .cases import FORMS, MORE, NIBBLES, SCALES, Case, make_case, relative_error
+from .cases import FORMS, MORE, SCALES, Case, make_case, relative_error
 from .hlo_cases import mesh_of
 
 USUAL = ("int4", "int3", "fp8_e4m3_block")
@@ -87,18 +87,6 @@ def test_split_over_devices(fmt: str, spec: tuple[str | None, ...]) -> None:
     )
     assert relative_error(program(x, codes, scale), case.expected(x)) < 3e-6
     assert "all-gather" not in program.as_text()
-
-
-@pytest.mark.parametrize("fmt", ["nf4", *(pytest.param(f, marks=pytest.mark.thorough) for f in NIBBLES[1:]), "int4"])
-@pytest.mark.parametrize("permute", [True, False])
-def test_tpu_kernels_by_the_same_tables(fmt: str, permute: bool) -> None:
-    case = make_case(np.random.default_rng(9), fmt, 40, 192, block=64)
-    for form, m in (("dot", 3), ("axpy", 2)):
-        x = np.random.default_rng(m).standard_normal((m, 192 if form == "dot" else 40)).astype(np.float32)
-        problem = product_problem(x, case.codes, case.scale, "tpu", fmt=fmt, form=form, cols=192)
-        assert tpu.refuses_operands(problem) is None
-        y = tpu.qmatmul(problem, *map(jnp.asarray, (x, case.codes, case.scale)), interpret=True, permute=permute)
-        assert relative_error(y, case.expected(x, form)) < 3e-6
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])

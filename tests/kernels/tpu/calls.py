@@ -23,7 +23,7 @@ def problem(case: Case, form: str, x: Any, **options: Any) -> Problem:
 
 
 def interpreted(calls: list[tuple[Case, str, Any]], **options: Any) -> list[np.ndarray]:
-    """The float32 results of products of (case, form, x), all in one program. The end of the memory of an array is NaN."""
+    """The float32 results of products of (case, form, x), all in one program. What lies behind an array is NaN."""
     problems = [problem(case, form, x, out_dtype=jnp.float32).with_float_scale() for case, form, x in calls]
     options = {"interpret": pltpu.InterpretParams(uninitialized_memory="nan")} | options
 

@@ -15,8 +15,19 @@ from eformer._kernels import tpu
 from eformer._kernels.formats import FORMATS as TABLE
 from eformer._kernels.tpu import _decode, tuning
 
-from ..cases import FORMATS, FORMS, INTEGERS, MORE, OFFSETS, Case, make_case, relative_error
-from ..cases import with_byte_scales, with_offset
+from ..cases import (
+    FORMATS,
+    FORMS,
+    INTEGERS,
+    MORE,
+    NIBBLES,
+    OFFSETS,
+    Case,
+    make_case,
+    relative_error,
+    with_byte_scales,
+    with_offset,
+)
 from .calls import expected, interpreted, problem
 
 LIMIT = 2e-6
@@ -126,10 +137,16 @@ def test_every_bit_pattern_of_fp8(fmt: str) -> None:
     np.testing.assert_array_equal(found.view(np.int32)[known], wanted.view(np.int32)[known])
 
 
-@pytest.mark.parametrize("permute", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_entries_of_tables_times_several_scales(permute: bool, rng: np.random.Generator) -> None:
-    case = make_case(rng, "iq4_nl", 40, 192, block=32)
-    check([(case, "dot", random_x(rng, case, "dot", 2))], permute=permute)
+@pytest.mark.parametrize("permute", [True, False])
+@pytest.mark.parametrize(
+    "fmt", [pytest.param(fmt, marks=() if fmt == "iq4_nl" else pytest.mark.thorough) for fmt in ("nf4", *NIBBLES)]
+)
+def test_chips_with_permutes_and_without(fmt: str, permute: bool, rng: np.random.Generator) -> None:
+    calls = []
+    for form, block in (("dot", 32), ("axpy", 64)):
+        case = make_case(rng, fmt, 40, 192, block=block)
+        calls.append((case, form, random_x(rng, case, form, 2)))
+    check(calls, permute=permute)
 
 
 @pytest.mark.parametrize(

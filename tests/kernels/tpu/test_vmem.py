@@ -14,15 +14,23 @@ from eformer._kernels.tpu._matmul import height_of
 
 ROWS = (1, 100, 128, 500, 4096, 5000, 128256)
 COLS = (64, 1000, 4096, 14336, 53248)
-BLOCKS = (64, 128, 192, 256, 576, 1024, 4096)
+BLOCKS = {
+    "nf4": (64, 128, 192, 256, 576, 1024, 4096),
+    "int4": (16, 32, 64),
+    "fp8_e4m3_block": (16, 32, 128, 4096),
+    "int2": (16, 64, 128),
+}
+BYTES = np.dtype(np.uint8)
 M = (1, 16, 33, 256, 500, 4096)
 
 
 def problems():
-    formats = [(fmt, None) for fmt in ("int8", "ternary", "binary")] + [("nf4", block) for block in BLOCKS]
+    formats = [(fmt, None) for fmt in ("int8", "ternary", "binary")]
+    formats += [(fmt, block) for fmt, blocks in BLOCKS.items() for block in blocks]
     dtypes = [np.dtype(t) for t in (jnp.float32, jnp.bfloat16)]
     for (fmt, block), form, rows, cols, m, dtype in itertools.product(formats, ("dot", "axpy"), ROWS, COLS, M, dtypes):
-        yield Problem(fmt, form, cols, block, dtype, platform="tpu", m=m, rows=rows, x_dtype=dtype)
+        offset = BYTES if fmt == "int4" else None
+        yield Problem(fmt, form, cols, block, dtype, offset=offset, platform="tpu", m=m, rows=rows, x_dtype=dtype)
 
 
 def test_every_choice_fits_and_can_be_tiled() -> None:
@@ -33,10 +41,13 @@ def test_every_choice_fits_and_can_be_tiled() -> None:
         assert used <= tuning.VMEM_BUDGET, (problem, g, used)
         assert g.bm == g.m or g.bm % 16 == 0
         assert g.br == g.rows or g.br % 128 == 0
-        if g.fmt == "nf4":
+        if problem.block:
+            scales = g.units // g.units_per_scale
             assert g.bu % 8 == 0
-            assert g.scales_in_tiles or g.scale_rows * g.units_per_scale == g.bu or g.units_per_scale % g.bu == 0
-            assert g.scales_in_tiles or (g.units // g.units_per_scale) % g.scale_rows == 0
+            assert g.scale_rows * g.units_per_scale == g.bu or g.units_per_scale % g.bu == 0
+            assert g.scale_block % 8 == 0 or g.scale_block == scales
+            assert g.scales_in_tiles or scales % g.scale_rows == 0
+            assert g.numbers == 1 + (problem.fmt == "int4")
         else:
             assert g.bu == g.units or g.bu % 128 == 0
         chosen.add((g.bm, g.br))

@@ -1,8 +1,8 @@
 """Codes to float32 values, inside a kernel. What is packed comes apart into planes: plane i holds every n-th column.
 
-Codes in blocks arrive transposed, (bytes, rows of D): that is how XLA keeps them on a TPU. Four bytes of a row of D make
-a word, and eight rows of words a register. Where these share a scale and codes stand for entries of a table, the scale
-is multiplied into the table and not into every value. The 16 entries of a table fill two registers, one entry per
+Codes in blocks arrive transposed, (bytes, rows of D): that is how XLA keeps them on a TPU. Four bytes of a row of D
+make a word, and eight rows of words a register. Where these share a scale and codes stand for entries of a table, the
+scale is multiplied into the table and not into every value. The 16 entries of a table fill two registers, one entry per
 sublane: three bits of a code permute sublanes, the fourth selects the register.
 """
 
@@ -23,7 +23,7 @@ _INFINITY = 0x7F800000
 
 
 def byte_planes(row: Format, codes: jax.Array) -> Iterator[jax.Array]:
-    """Planes of codes without blocks, given as int32 whose upper bits are all the highest of the byte: in their shape."""
+    """Planes of codes without blocks, given as signed numbers (int32). Each has their shape."""
     if row.bits_of is not None:
         yield _small_float(row.bits_of, codes, shift=0, sign=0)
         return
@@ -37,25 +37,24 @@ def byte_planes(row: Format, codes: jax.Array) -> Iterator[jax.Array]:
 
 
 def word_planes(
-    row: Format, words: jax.Array, scale: jax.Array, zero: Any = None, bias: Any = None, *, permute: bool
+    row: Format, words: jax.Array, scale: Any, zero: Any = None, bias: Any = None, *, permute: bool
 ) -> Iterator[jax.Array]:
-    """Planes of (units, rows) words, of their shape, given one scale, and zero point or bias, (scales, rows) a block."""
+    """Planes of words (units, rows), of their shape. Scales, zero points, biases are (scales, rows), for blocks."""
     units, lanes = words.shape
     registers = words.reshape(units // SUBLANES, SUBLANES, lanes)
     count, scales = registers.shape[0], scale.shape[0]
     if row.table is not None and count >= scales:
-        value: Callable[[int], jax.Array] = _table(row.table, registers, scale, permute=permute)
+        read = _table(row.table, registers, scale, permute=permute)
+        scale = None
     else:
         read = _reader(row, registers, coded=zero is not None or bias is not None, permute=permute)
-        factor, less, more = (None if number is None else _spread(number, count) for number in (scale, zero, bias))
-
-        def value(shift: int) -> jax.Array:
-            values = read(shift)
-            values = (values if less is None else values - less) * factor
-            return values if more is None else values + more
-
+    factor, less, more = (None if number is None else _spread(number, count) for number in (scale, zero, bias))
     for shift in shifts(row.bits):
-        yield value(shift).reshape(units, lanes)
+        values = read(shift)
+        values = values if less is None else values - less
+        values = values if factor is None else values * factor
+        values = values if more is None else values + more
+        yield values.reshape(units, lanes)
 
 
 def shifts(bits: int) -> list[int]:
@@ -101,7 +100,7 @@ def _small_float(kind: Any, words: jax.Array, shift: int, sign: int) -> jax.Arra
 
 
 def _spread(numbers: jax.Array, count: int) -> jax.Array:
-    """One number per block (scales, rows) for every word of `count` registers, which hold part of a block or several."""
+    """Numbers of blocks (scales, rows), for every word of `count` registers. These hold part of a block, or several."""
     scales, lanes = numbers.shape
     if count >= scales:
         shape = (scales, count // scales, SUBLANES, lanes)

@@ -1,12 +1,11 @@
 """Embedding rows: the numbers of the rows are known before the kernel starts, so only their tiles are read.
 
-The kernel moves bytes, whatever they stand for. A product with a single 1 takes a row out of its tile; numbers up to 255
-are exact in it, and a row that lay along sublanes lies along lanes afterwards. XLA decodes the rows.
+The kernel moves bytes, whatever they stand for. A product with a single 1 takes a row out of its tile; numbers up to
+255 are exact in it, and a row that lay along sublanes lies along lanes afterwards. XLA decodes the rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,7 +69,7 @@ def _picked(name: str, tables: list[jax.Array], axis: int, indices: jax.Array, i
     steps = -(-tables[0].shape[1 - axis] // MOST)
     pairs = [_specs(table.shape, axis, steps) for table in tables]
     count, lengths = indices.shape[0], [table.shape[1 - axis] for table in tables]
-    moved = sum(steps * math.prod(filter(None, spec.block_shape)) for spec, _ in pairs)
+    moved = count * (TILE_ROWS, TILE_LANES)[axis] * sum(lengths)
     found = pl.pallas_call(
         lambda numbers, *refs: _body(axis, numbers[pl.program_id(0)], refs),
         grid_spec=grid_spec(
@@ -78,7 +77,7 @@ def _picked(name: str, tables: list[jax.Array], axis: int, indices: jax.Array, i
         ),
         out_shape=[result_type((count, 1, length), jnp.int32, tables[0]) for length in lengths],
         compiler_params=compiler_params("parallel", "arbitrary"),
-        cost_estimate=pl.CostEstimate(flops=2 * count * moved, transcendentals=0, bytes_accessed=count * moved),
+        cost_estimate=pl.CostEstimate(flops=2 * moved, transcendentals=0, bytes_accessed=moved),
         interpret=interpret,
         name=name,
     )(indices, *tables)

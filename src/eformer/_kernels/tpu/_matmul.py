@@ -45,10 +45,10 @@ def qmatmul(
     permute: bool | None = None,
 ) -> jax.Array:
     """The product of one problem, batch axes included. `permute` forces a way of decoding nibbles, for tests."""
-    operands = in_one_batch_axis(problem, x, codes, scale)
+    shape = out_shape(problem, x, codes)
+    x, codes, scale = in_one_batch_axis(problem, x, codes, scale)
     offset = None if offset is None else offset_in_one_batch_axis(problem, offset)
-    y = product(problem, *operands, offset, interpret=interpret, permute=permute)
-    return y.reshape(out_shape(problem, x, codes))
+    return product(problem, x, codes, scale, offset, interpret=interpret, permute=permute).reshape(shape)
 
 
 def qragged(

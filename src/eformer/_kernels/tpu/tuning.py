@@ -147,8 +147,8 @@ def vmem_bytes(g: Geometry, form: str, x_dtype: np.dtype, out_dtype: np.dtype) -
     scale = (g.scale_block, g.br) if g.format.blocked else (*y[:-2], 1, y[-1])
     numbers = g.numbers * padded(scale, np.float32)
     blocks = padded(x, x_dtype) + padded(stored, np.int8) + numbers + padded(y, out_dtype)
-    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, two scaled tables (or a scale and
-    # an offset for every word).
+    # Temporaries: the codes as 32-bit words, a plane in float32 and in the dtype of x, two scaled tables, or a scale
+    # and an offset for every word.
     plane, words = ((g.bu, g.br), 4) if g.format.blocked else ((g.br, g.bu), 2)
     return 2 * blocks + padded(y, np.float32) + words * padded(plane, np.float32) + padded(plane, x_dtype)
 
@@ -162,8 +162,15 @@ def padded(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def lookup_pays(problem: Problem) -> bool:
-    """XLA keeps rows in small blocks along lanes and turns the whole table around to gather from it; one tile per row
-    asked for is less as long as there are few of them. The rows of other tables XLA gathers in place."""
+    """Where rows lie along lanes XLA turns the whole table around to gather from it, and one tile per row asked for is
+    less as long as there are few of them. Other tables XLA gathers from in place."""
+    return _rows_lie_last(problem) and problem.m <= problem.rows // (TILE_LANES // 2)
+
+
+def _rows_lie_last(problem: Problem) -> bool:
+    """Does XLA keep codes as the kernels read them? It puts the axis last that fills tiles of 128 lanes best."""
     row = problem.format
-    small = row.blocked and row.stored_shape(1, 1, problem.block)[-1] < TILE_LANES
-    return small and problem.m <= problem.rows // (TILE_LANES // 2)
+    if not row.blocked:
+        return False
+    rows, *others = (-n % TILE_LANES / n for n in row.stored_shape(problem.rows, problem.cols, problem.block))
+    return rows < min(others)
