@@ -103,6 +103,11 @@ CASES: dict[str, Any] = {
     "autoround: as older versions say it": lambda: autoround(
         {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2"}, made.gptq(seeded(), v2=True)
     ),
+    "autoround: a part of names": lambda: several(
+        {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "extra_config": {"attn": {"bits": 8}}},
+        x__attn__q=made.gptq(seeded(), bits=8, group=32, sym=True),
+        up=made.gptq(seeded(), size=96, group=64, sym=True),
+    ),
     "autoround: gptq": lambda: autoround({"packing_format": "auto_round:gptq"}, made.gptq(seeded())),
     "autoround: not said": lambda: autoround({}, made.gptq(seeded())),
     "autoround: awq": lambda: autoround({"packing_format": "auto_round:auto_awq"}, made.awq(seeded())),
@@ -171,6 +176,16 @@ def ones(dtype: Any, *shape: int) -> np.ndarray:
 
 
 REFUSED: dict[str, tuple[Tensors, dict[str, Any], str]] = {
+    "integers with exponents": (
+        {"q.weight_packed": ones("u1", 2, 32), "q.weight_scale": ones("u1", 2, 2)},
+        {"quant_method": "auto-round", "data_type": "mx_int"},
+        r"'q\.weight_packed'.*data_type='mx_int', integers.*mxfp4 is read\. Take",
+    ),
+    "7 bits": (
+        {"q.weight_packed": ones("i4", 2, 7), "q.weight_scale": ones("f4", 2, 1), "q.weight_shape": np.array([2, 32])},
+        {"config_groups": {"a": {"weights": {"num_bits": 7}}}},
+        r"config_groups says \[7\]\. Quantize the dense",
+    ),
     "scales nobody knows": (
         {"q.weight": ones(F8, 8, 8), "q.weight_scales": ones("f4", 8)},
         {},

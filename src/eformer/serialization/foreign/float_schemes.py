@@ -41,7 +41,7 @@ def fp8(codes: str, suffix: str) -> Scheme:
         if scale.shape not in allowed:
             each = " for each matrix" if lead else ""
             what = f"is {text_of(scale)}, but a weight {text_of(stored)} has one scale, {rows}, or {list(tiles)}{each}."
-            raise wrong(suffix, what)
+            raise wrong(suffix, what, "Where there are more, decode it with the program that made it.")
         # The first axis may come in pieces.
         numbers = {"codes": codes, "scale": suffix, "shape": (-1, *allowed[scale.shape][1:])}
         return {**numbers, "kind": _FP8[stored.dtype.name]}
@@ -78,6 +78,9 @@ def in_blocks(
             expect(parts, scales, (*stored.shape[:-1], count(stored)), f"{kind} of {text_of(stored)}")
         if whole and parts[whole].shape not in ((), (1,), lead, (*lead, 1), (*lead, 1, 1)):
             raise wrong(whole, f"is {text_of(parts[whole])}, but {kind} has one number per tensor.")
+        if "mx_int" in str(config.get("data_type")):  # MXINT4 of AutoRound has the same tensors
+            what = f"is {text_of(stored)} of data_type={config['data_type']!r:.50}, integers with scales of blocks"
+            raise wrong(codes, f"{what}; {kind} is read.", "Take the dense checkpoint and quantize that.")
         if is_word and config.get("mode", kind) != kind:
             raise wrong(scales, f"belongs to mode={kind!r}, but the quantization config says {config['mode']!r:.50}.")
         return {"codes": codes, "scales": scales, "whole": whole, "kind": kind, "turned": turned}

@@ -31,6 +31,7 @@ from .scheme import (
     check_method,
     expect,
     group_size,
+    has_patterns,
     number,
     text_of,
     wrong,
@@ -61,20 +62,20 @@ def _fits_gptq(parts: Parts) -> bool:
 def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     codes, zeros, (groups, out) = parts[".qweight"], parts[".qzeros"], parts[".scales"].shape
     check_method(config, "gptq")
-    stated = None if config.get("dynamic") else number(config, "bits", _BITS)
+    stated, loose = number(config, "bits", _BITS), has_patterns(config)
     fitting = [b for b in _BITS if zeros.shape[1] == -(-out * b // 32) and codes.shape[0] * 32 % b == 0]
     fitting = sorted(fitting, key=lambda b: (b != stated, out * b % 32 != 0))
     found = f"is {text_of(zeros)} for {out} outputs and codes {text_of(codes)}, which fits"
     said = f"the quantization config says bits={stated}."
     if not fitting:
         raise wrong(".qzeros", f"{found} no number of bits in {_BITS}; {said}")
-    if stated not in (None, fitting[0]):
+    if stated not in (None, fitting[0]) and not loose:
         fix = f"Pass quantization={{'bits': {fitting[0]}}} if that is what it is, or, for this weight alone, "
         fix += f"{{'NAME': {{'bits': {fitting[0]}}}}} with its name before .qzeros."
         raise wrong(".qzeros", f"{found} bits={fitting[0]}, but {said}", fix)
     bits = fitting[0]
     size = codes.shape[0] * 32 // bits
-    group = group_size(None if config.get("dynamic") else config.get("group_size"), size, groups, ".scales")
+    group = group_size(config.get("group_size"), size, groups, ".scales", loose)
     if config.get("desc_act") is True and group is not None and ".g_idx" not in parts:
         what = "was made with desc_act=True, but g_idx, which says the group of every row, is not there."
         raise wrong(".qweight", what, "Fetch all files, or pass quantization={'desc_act': False} if rows are in order.")
@@ -85,7 +86,7 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         raise wrong(".qzeros", f"is of checkpoint_format={version!r:.50}, whose layout is unknown.", fix)
     zeros_are = {"minus": 1 if version == "gptq" else 0, "assumed": not {"checkpoint_format", "format"} & set(config)}
     symmetric = config.get("sym") is True
-    if symmetric and config.get("dynamic"):  # which may say otherwise of this weight: its zero points know
+    if symmetric and loose:  # its zero points know
         symmetric = _zero_points(read(".qzeros"), bits, out, zeros_are["minus"]) == [2 ** (bits - 1)]
     return {"bits": bits, "group": group, "symmetric": symmetric, "order": order, **zeros_are}
 
@@ -239,7 +240,8 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     ways = [way for way in ways if not numbers or way[0] in numbers]
     if not ways:
         what = f"is {text_of(codes)}, but rows have {size} values: no number of bits in {_BITS} fits"
-        raise wrong(".weight_packed", f"{what}{f'; config_groups says {numbers[:8]}' * bool(numbers)}.")
+        fix = "" if not numbers or set(numbers) & set(_BITS) else "Quantize the dense checkpoint with one of these."
+        raise wrong(".weight_packed", f"{what}{f'; config_groups says {numbers[:8]}' * bool(numbers)}.", fix)
     (bits, stream), groups = ways[-1], shape[1]
     if ".weight_zero_point" in parts:
         unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them

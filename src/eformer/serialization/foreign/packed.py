@@ -32,7 +32,7 @@ from .gguf import GgufFile, gguf_at, open_gguf
 from .scheme import FLOATS, text_of, values_dtype
 
 # Methods that a configuration may name although the weights were left dense.
-_MAY_BE_DENSE = ("bitsandbytes", "compressed-tensors", "modelopt")
+_MAY_BE_DENSE = ("auto-round", "bitsandbytes", "compressed-tensors", "modelopt")
 _NAMES = {"dtype": 'the dtype of values is quantization={{"dtype": {value}}}'}
 
 

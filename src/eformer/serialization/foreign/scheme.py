@@ -104,13 +104,19 @@ def number(config: Config, key: str, allowed: tuple[int, ...]) -> int | None:
     return found
 
 
-def group_size(stated: Any, size: int, groups: int, suffix: str) -> int | None:
-    """How many values share a scale: what is stated, which must fit, else equal groups; None for whole rows."""
+def has_patterns(config: Config) -> bool:
+    """May a pattern for names (GPTQModel, AutoRound) say something else of this weight? They are not matched."""
+    return bool(config.get("dynamic") or config.get("extra_config"))
+
+
+def group_size(stated: Any, size: int, groups: int, suffix: str, loose: bool = False) -> int | None:
+    """How many values share a scale: what is stated, which must fit unless `loose`, else equal groups; None for whole
+    rows."""
     if groups == 1:
         return None
     if is_count(stated) and stated and -(-size // stated) == groups:
         return stated
-    if stated is not None or not groups or size % groups:
+    if (stated is not None and not loose) or not groups or size % groups:
         what = f"has {groups} groups for {size} values, and the quantization config says group_size={stated!r:.50}."
         fits = size // groups if groups and size % groups == 0 else "..."
         raise wrong(suffix, what, f"Pass quantization={{'group_size': {fits}}}: how many values share a scale.")
