@@ -119,8 +119,8 @@ class ArrayFloat(QuantizedArray):
         rows, tiles = self.codes.shape[last], array.shape[last]
         if tiles != -(-rows // codec.TILE):
             raise ValueError(
-                f"codes of {rows} rows do not go with scales of {tiles} tiles of {codec.TILE} rows. Where shard_map took "
-                "a part of the codes, split the array itself: implicit(jax.shard_map(f, in_specs=...))(q)."
+                f"codes of {rows} rows do not go with scales of {tiles} tiles of {codec.TILE} rows. Where shard_map "
+                "took a part of the codes, split the array itself: implicit(jax.shard_map(f, in_specs=...))(q)."
             )
         return codec.spread(array, last, rows)
 
