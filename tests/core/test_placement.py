@@ -101,6 +101,18 @@ def test_children_sharded_on_an_explicit_mesh(key):
         assert_same(g.values, 2 * jnp.cos(2 * values))
 
 
+def test_a_mesh_set_inside_implicit(mesh, q, w, x):
+    with implicit:
+        with jax.set_mesh(mesh):
+            assert jax.sharding.get_mesh() == mesh
+            assert_same(jax.jit(lambda q: x @ jax.lax.with_sharding_constraint(q, P(None, "y")))(q), x @ w)
+        for transformed in (jax.jit, jax.vmap, lambda f: jax.jit(implicit(f))):
+            with pytest.raises(ValueError, match=r"outside of `jax\.jit`"):
+                transformed(lambda x: jax.set_mesh(mesh))(x)
+    with implicit(lambda: jax.set_mesh(mesh))():
+        assert jax.sharding.get_mesh() == mesh
+
+
 def test_eight_devices_hold_the_parts(mesh, q, x):
     placed = implicit(lambda q: jax.device_put(q, NamedSharding(mesh, P(None, "y"))))(q)
     assert placed.nbytes == q.nbytes

@@ -146,3 +146,30 @@ class LayeredTrace(Trace):
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         return self.call_functions(primitive, tracers, {"fun": fun, **params})
+
+
+def _computes_at_once() -> bool:
+    """Is there nothing but layers of ours between the current trace and evaluation?"""
+    trace = current_trace()
+    while isinstance(trace, LayeredTrace):
+        trace = trace.parent_trace
+    return trace is eval_trace and not has_named_axes()
+
+
+def _let_meshes_be_set() -> None:
+    """`jax.set_mesh` and `jax.sharding.get_mesh` refuse to run while a program is traced; under our layers none is.
+
+    JAX compares the current trace with its own one of evaluation, and there is no way to tell it of another. Every
+    other question whether nothing is traced is still answered with no, so that jit does not run past our layer.
+    Should JAX move the two elsewhere, they are refused inside `implicit`, as they are inside jit.
+    """
+    nothing_traced = _core.trace_state_clean
+
+    def trace_state_clean() -> bool:
+        asked_by = sys._getframe(1).f_globals.get("__name__")
+        return nothing_traced() or (asked_by == "jax._src.sharding_impls" and _computes_at_once())
+
+    _core.trace_state_clean = trace_state_clean
+
+
+_let_meshes_be_set()
