@@ -156,20 +156,27 @@ def _computes_at_once() -> bool:
     return trace is eval_trace and not has_named_axes()
 
 
-def _let_meshes_be_set() -> None:
-    """`jax.set_mesh` and `jax.sharding.get_mesh` refuse to run while a program is traced; under our layers none is.
+# What JAX does only where no program is traced: setting a mesh, a seed of the system's, the devices that pmap names.
+_NOT_WHILE_TRACED = frozenset({"jax._src.sharding_impls", "jax._src.random.stateful_rng", "jax._src.pmap"})
+
+
+def _answer_what_is_traced() -> None:
+    """Under layers of ours alone no program is traced: what JAX does only then works there.
 
     JAX compares the current trace with its own one of evaluation, and there is no way to tell it of another. Every
     other question whether nothing is traced is still answered with no, so that jit does not run past our layer.
-    Should JAX move the two elsewhere, they are refused inside `implicit`, as they are inside jit.
+    Should JAX move those functions, they do inside `implicit` what they do inside jit: most refuse.
     """
-    nothing_traced = _core.trace_state_clean
+    context = type(_core.trace_ctx)
+    nothing_traced = context.is_top_level
 
-    def trace_state_clean() -> bool:
-        asked_by = sys._getframe(1).f_globals.get("__name__")
-        return nothing_traced() or (asked_by == "jax._src.sharding_impls" and _computes_at_once())
+    def is_top_level(self: Any) -> bool:
+        if nothing_traced(self):
+            return True
+        frames = sys._getframe(1), sys._getframe(2)  # one of them may be `trace_state_clean`
+        return any(f.f_globals.get("__name__") in _NOT_WHILE_TRACED for f in frames) and _computes_at_once()
 
-    _core.trace_state_clean = trace_state_clean
+    context.is_top_level = is_top_level
 
 
-_let_meshes_be_set()
+_answer_what_is_traced()
