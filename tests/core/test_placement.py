@@ -101,6 +101,29 @@ def test_children_sharded_on_an_explicit_mesh(key):
         assert_same(g.values, 2 * jnp.cos(2 * values))
 
 
+def test_a_mesh_set_inside_implicit(mesh, q, w, x):
+    with implicit:
+        with jax.set_mesh(mesh):
+            assert jax.sharding.get_mesh() == mesh
+            assert_same(jax.jit(lambda q: x @ jax.lax.with_sharding_constraint(q, P(None, "y")))(q), x @ w)
+        for transformed in (jax.jit, jax.vmap, lambda f: jax.jit(implicit(f))):
+            with pytest.raises(ValueError, match=r"outside of `jax\.jit`"):
+                transformed(lambda x: jax.set_mesh(mesh))(x)
+    with implicit(lambda: jax.set_mesh(mesh))():
+        assert jax.sharding.get_mesh() == mesh
+
+
+def test_the_devices_of_a_pmap_inside_implicit(x, q, w):
+    mapped = jax.pmap(lambda x: x @ q, devices=jax.devices()[::-1])
+    rows = jnp.stack([x] * 8)
+    placed = jax.device_put(rows, NamedSharding(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), P("x")))
+    with implicit:
+        out = mapped(placed)
+    assert out.sharding.device_set == set(jax.devices())
+    assert [s.device for s in sorted(out.addressable_shards, key=lambda s: s.index[0].start)] == jax.devices()[::-1]
+    assert_same(out, rows @ w)
+
+
 def test_eight_devices_hold_the_parts(mesh, q, x):
     placed = implicit(lambda q: jax.device_put(q, NamedSharding(mesh, P(None, "y"))))(q)
     assert placed.nbytes == q.nbytes

@@ -166,6 +166,29 @@ def test_custom_vjp_closing_over_an_implicit_array(q, w, x):
     assert_same(jax.jit(jax.grad(lambda x: layer(x, q)))(x), want, rtol=1e-4)
 
 
+def test_custom_vjp_whose_residuals_depend_on_what_is_differentiated(p):
+    @jax.custom_vjp
+    def add(x, y, w):
+        return x + y + w.sum()
+
+    def forward(x, y, w):
+        return x.value + y.value + w.value.sum(), None if y.perturbed else []
+
+    add.defvjp(forward, lambda saved, ct: (ct, 2 * ct, None), symbolic_zeros=True)
+
+    @implicit
+    def f(x, w, around):
+        def step(carry, _):  # the loop finds out in a second pass that y moves, too
+            x, y = carry
+            return (add(x, y, w), x), None
+
+        return jax.lax.scan(around(step), (x, 1.0), length=2)[0][0]
+
+    for w in (p, p.materialize()):
+        for around in (lambda step: step, implicit):
+            assert_same(jax.grad(f)(1.0, w, around), jnp.float32(3.0))
+
+
 def test_custom_vjp_with_symbolic_zeros(p):
     seen = []
 

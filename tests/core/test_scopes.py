@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.random import stateful_rng
 
 from eformer.jaximus import ImplicitArray, implicit, use_implicit
 
@@ -341,3 +342,10 @@ def test_lora_over_quantized_inside_a_block(q, w, x, diary):
         y = jax.jit(jnp.dot)(x, lora)
     assert_dispatched()
     assert_same(y, x @ (w + 1))
+
+
+def test_a_seed_of_the_system_inside_implicit():
+    with implicit:
+        assert stateful_rng().normal(size=(3,)).shape == (3,)
+    with pytest.raises(TypeError, match="explicit seed"):
+        jax.eval_shape(implicit(lambda: stateful_rng().normal(size=(3,))))

@@ -97,6 +97,9 @@ def is_function(x: Any) -> bool:
 
 
 def called(function: Any, *args: Any) -> list[Any]:
+    """What it returns. JAX may ask again, with other operands differentiated: structures it stored before are void."""
+    for store in filter(None, function.stores):
+        store.reset()
     return list(function.call_wrapped(*args))
 
 

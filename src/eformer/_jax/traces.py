@@ -146,3 +146,37 @@ class LayeredTrace(Trace):
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         return self.call_functions(primitive, tracers, {"fun": fun, **params})
+
+
+def _computes_at_once() -> bool:
+    """Is there nothing but layers of ours between the current trace and evaluation?"""
+    trace = current_trace()
+    while isinstance(trace, LayeredTrace):
+        trace = trace.parent_trace
+    return trace is eval_trace and not has_named_axes()
+
+
+# What JAX does only where no program is traced: setting a mesh, a seed of the system's, the devices that pmap names.
+_NOT_WHILE_TRACED = frozenset({"jax._src.sharding_impls", "jax._src.random.stateful_rng", "jax._src.pmap"})
+
+
+def _answer_what_is_traced() -> None:
+    """Under layers of ours alone no program is traced: what JAX does only then works there.
+
+    JAX compares the current trace with its own one of evaluation, and there is no way to tell it of another. Every
+    other question whether nothing is traced is still answered with no, so that jit does not run past our layer.
+    Should JAX move those functions, they do inside `implicit` what they do inside jit: most refuse.
+    """
+    context = type(_core.trace_ctx)
+    nothing_traced = context.is_top_level
+
+    def is_top_level(self: Any) -> bool:
+        if nothing_traced(self):
+            return True
+        frames = sys._getframe(1), sys._getframe(2)  # one of them may be `trace_state_clean`
+        return any(f.f_globals.get("__name__") in _NOT_WHILE_TRACED for f in frames) and _computes_at_once()
+
+    context.is_top_level = is_top_level
+
+
+_answer_what_is_traced()
