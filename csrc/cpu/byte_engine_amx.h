@@ -24,8 +24,8 @@ struct ByteTileEngine {
 
   // As ByteEngine does, of a panel. `count` is a multiple of `step`, or there are zeros behind it in x.
   template <class W, bool in_blocks>
-  static void multiply(const W&, const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t* off,
-                       const float* scales, bool first, float* c, RowsAhead& ahead) {
+  static void multiply(const W&, const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count,
+                       const uint32_t* off, const float* scales, bool first, float* c, RowsAhead& ahead) {
     ahead.ask_for_all();
     for (int64_t m0 = 0; m0 < m; m0 += height, x += height * padded(dwords)) {
       alignas(64) uint32_t sums[W::parts][height * tile];

@@ -1,8 +1,8 @@
 // The product of bytes by panels: bring a panel of D into place once, multiply it with all rows of x, go on along k.
 //
-// Panels, unless codes are multiplied as they are staged, and x are sequences of dwords along k, four values each: those of field 0 of the first four bytes, of field 1, ...;
-// in axpy form four neighbours. Without blocks sums are integers to the end, and exact; with blocks the integer sum of
-// each piece of a block is multiplied by its scale.
+// x and panels, where codes are not multiplied as they are staged, are sequences of dwords along k, four values each: those of
+// field 0 of the first four bytes, of field 1, ...; in axpy form four neighbours. Without blocks sums are integers to the end,
+// and exact; with blocks the integer sum of each piece of a block is multiplied by its scale.
 #pragma once
 
 #include "byte_rows.h"
@@ -258,7 +258,8 @@ class ByteGemm {
 
   // `bits` are dwords of `source.fields` times four contracted indices.
   template <class Source>
-  void multiply(const Source& source, int64_t n, int64_t k0, int64_t count, const uint32_t* bits, const float* scales, RowsAhead& ahead) const {
+  void multiply(const Source& source, int64_t n, int64_t k0, int64_t count, const uint32_t* bits, const float* scales,
+                RowsAhead& ahead) const {
     constexpr int values = 4 * Source::fields;
     for (int64_t at = 0; at < count; at += s.piece) {
       const int64_t k = k0 + at, here = round_up(min(s.piece, count - at), per_dword) / values;

@@ -39,7 +39,8 @@ struct DotStage {
 class RowsAhead {
  public:
   RowsAhead() = default;
-  RowsAhead(const uint8_t* first, int64_t step, int64_t bytes, int64_t rows) : at_(first), step_(step), bytes_(bytes), left_(rows) {}
+  RowsAhead(const uint8_t* first, int64_t step, int64_t bytes, int64_t rows)
+      : at_(first), step_(step), bytes_(bytes), left_(rows) {}
   // A line of 64 bytes.
   INLINE void ask_for_one() {
     if (left_ == 0) return;
