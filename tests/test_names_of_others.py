@@ -12,7 +12,7 @@ CALLS = {
     "group_size": (lambda w: ef.quantize(w, dtype="int4", group_size=32), "block_size=32"),
     "bits": (lambda w: ef.quantize(w, bits=4), 'dtype="int4"'),
     "format": (lambda w: ef.quantize(w, format="nf4"), "dtype='nf4'"),
-    "mode": (lambda w: ef.quantize(w, mode="affine"), "quantization_functions"),
+    "mode": (lambda w: ef.quantize(w, mode="affine"), "biased=True"),
     "zero_point": (lambda w: ef.quantize(w, dtype="int4", zero_point=True), "symmetric=False"),
     "groups of a tree": (lambda w: ef.quantize_tree({"kernel": w}, group_size=32), '"block_size": 32'),
     "bits of a tree": (lambda w: ef.quantize_tree({"kernel": w}, bits=4), '{"*": "int4"}'),

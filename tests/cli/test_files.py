@@ -147,6 +147,8 @@ def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text = main_text(capsys, "report", small, "--against", dense)
     assert "SQNR dB" in text
     assert f"{found['bits_per_weight']:.2f} bits per weight" in text
+    noted = save(tmp_path / "noted.safetensors", {"w": quantize(jnp.ones((64, 64))), "epoch": 3})  # no array
+    assert len(run(capsys, "report", noted, "--against", noted)["leaves"]) == 1
     gguf = tiny.write(tmp_path / "tiny.gguf", "Q8_0")
     kept = run(capsys, "quantize", gguf, tmp_path / "kept.safetensors")  # nobody asks to round again
     assert kept["formats"].keys() == {"as it was", "dense"}
@@ -166,6 +168,7 @@ def test_report(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("report broken.gguf", 1, "broken.gguf"),
         ("report dense.safetensors --against other.safetensors", 1, "none of the tensors of the report"),
         ("report dense.safetensors --against shaped.safetensors", 1, "another model: 'embedding' has the shape (2, 2)"),
+        ("report dense.safetensors --against packed.safetensors", 1, "exchange the two"),
         ("quantize dense.safetensors dense.safetensors", 1, "is the source too"),
         ("quantize dense.safetensors out --format int7", 2, "int7"),
         ("quantize dense.safetensors out --rule int8", 2, "not of the form PATTERN=FORMAT"),
@@ -196,6 +199,7 @@ def test_errors_are_one_line(
     Path("list.json").write_text("[1]")
     save("other.safetensors", {"other": jnp.ones(3)})
     save("shaped.safetensors", {"embedding": jnp.ones((2, 2))})
+    save("packed.safetensors", {"embedding": quantize(jnp.ones((64, 64)))})
     assert main(argv.split()) == status
     said = capsys.readouterr()
     assert not said.out

@@ -72,7 +72,10 @@ def test_nothing_is_dropped(text: str):
         Tokenizer.from_metadata(NOTES).encode(text)
 
 
-def test_damage():
+def test_damage(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: is not a tokenizer: .* Fetch it again"):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
     with pytest.raises(CheckpointError, match="'llama'; only 'gpt2'"):
         Tokenizer.from_metadata({"tokenizer.ggml.model": "llama"})
     with pytest.raises(CheckpointError, match="a merge with '3', which is not in its vocabulary"):

@@ -128,6 +128,8 @@ def test_options_of_integers() -> None:
     assert quantize(W, dtype="int4").zero is None
     assert quantize(W, dtype="int4", symmetric=False).zero is not None
     config = QuantizationConfig("int4", biased=True)
+    assert config_of(quantize(W, dtype="int4", biased=True)) == dataclasses.replace(config, axis=-2)
+    np.testing.assert_array_equal(straight_through(W, dtype="int4", biased=True), quantize(W, config).materialize())
     assert not config.symmetric
     q = quantize(W, config)
     assert (q.zero, q.bias.dtype, q.scale.dtype) == (None, jnp.bfloat16, jnp.bfloat16)

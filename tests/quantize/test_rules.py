@@ -67,6 +67,8 @@ def test_choices():
     [
         ({"a": "nf5"}, ValueError, "Supported types: nf4"),
         ({"a": {"dtype": "nf4", "blocks": 3}}, ValueError, r"unknown options \['blocks'\]"),
+        ({"a": {"dtype": "nf4", "group_size": 32}}, ValueError, "Did you mean 'block_size'"),
+        ({"a": "none"}, ValueError, "None, without quotes, keeps a leaf dense"),
         ({"a": {"dtype": "binary", "block_size": 32}}, ValueError, "block_size=32 has no meaning for 'binary'"),
         ({"a": {"dtype": "nf4", "scaled": False}}, ValueError, "scaled=False has no meaning for 'nf4'"),
         ({"a": 3}, TypeError, "a rule asks for 3 of type int"),

@@ -66,6 +66,10 @@ def test_default_and_rules_in_order():
     assert type(made["embed"]["embedding"].absmax).__name__ == "CompressedAbsmax"
     assert formats(quantize_tree(model(), {"head.kernel": "ternary"}, default=None)) == {"head/kernel": "ternary"}
     assert formats(quantize_tree(model(), min_size=10_000)) == {"layers/up/kernel": "nf4"}
+    # options without a format are those of the default
+    made = quantize_tree(model(), {"head*": {"axis": -1}}, default={"dtype": "int4", "block_size": 32})
+    assert formats(made) == dict.fromkeys(every, "int4")
+    assert made["head"]["kernel"].axis == -1
 
 
 def test_values_are_those_of_quantize():
@@ -218,6 +222,8 @@ def test_errors_name_the_leaf():
         quantize_tree(model(), "nf5")
     with pytest.raises(ValueError, match=r"min_size=-5 is not allowed; .* 0 or more"):
         quantize_tree(model(), min_size=-5)
+    with pytest.raises(ValueError, match="min_size='4k' is not allowed"):
+        quantize_tree(model(), min_size="4k")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("abstract", [False, True])

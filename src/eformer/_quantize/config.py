@@ -153,7 +153,7 @@ def _checked_axis(axis: Any) -> Axis:
     group_size="values that share a scale are block_size={value}",
     bits='the format is dtype="int{value}", or "nf4", "fp8", "mxfp4" and so on',
     format="the format is dtype={value}",
-    mode="the format is dtype={value}; with group_size, bits and mode: eformer.quantization_functions.quantize",
+    mode='the format is dtype=, such as "int4", with symmetric=False or biased=True, or "mxfp4"',
     zero_point="symmetric=False gives zero points",
 )
 def quantize(
@@ -167,6 +167,7 @@ def quantize(
     scaled: bool = True,
     double_quant: bool = False,
     symmetric: bool = True,
+    biased: bool = False,
     activations: str | None = None,
     backward: str | None = None,
     static: bool = False,
@@ -191,6 +192,7 @@ def quantize(
         scaled: ternary and binary carry a least-squares scale per output channel; False gives the bare codes.
         double_quant: store the absmax of NF4 at 8 bits too.
         symmetric: integers in blocks have a scale only; False adds a zero point.
+        biased: integers in blocks have a bias instead of a zero point.
         activations: "int8" or "fp8": products round rows of the other operand to that, and multiply codes with codes.
         backward: "int8" or "fp8": also round the gradient of such a product.
         static: one scale for all rows, from `statistics`, instead of one for each.
@@ -201,7 +203,7 @@ def quantize(
     ActivationArray(float32[64,32], int8 x int8, 8.50 bits per weight)
     """
     options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
-    options |= {"activations": activations, "backward": backward, "static": static, "smooth": smooth}
+    options |= {"biased": biased, "activations": activations, "backward": backward, "static": static, "smooth": smooth}
     chosen = _chosen(config, dtype, block_size, simulate, options)
     if is_packed(array):
         return unchanged(array, config_of(behind(array)), chosen)
@@ -220,9 +222,10 @@ def straight_through(
     scaled: bool = True,
     double_quant: bool = False,
     symmetric: bool = True,
+    biased: bool = False,
 ) -> jax.Array:
     """`quantize(...).materialize()` whose gradient is that of `array` itself, for training with quantized weights."""
-    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric}
+    options = {"axis": axis, "scaled": scaled, "double_quant": double_quant, "symmetric": symmetric, "biased": biased}
     chosen = dataclasses.replace(_chosen(config, dtype, block_size, True, options), simulate=True)
     return unchanged(array, config_of(behind(array)), chosen) if is_packed(array) else _simulated(array, chosen)
 

@@ -8,6 +8,7 @@ path (`*` crosses separators), or, after `re:`, a regular expression searched fo
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import functools
 import math
@@ -27,7 +28,7 @@ from .config import Axis, QuantizationConfig, QuantizationType, config_of, optio
 from .inputs import bare
 from .leaves import GROUPS, Leaf, Role, nbytes_of, roles_of
 from .names import meant
-from .own import own_format
+from .own import OwnFormat, own_format
 from .statistics import Statistics
 from .stored import agree, differences, fitted
 
@@ -39,8 +40,21 @@ _UNSURE = "it is unclear whether a product uses it"
 Choice = QuantizationConfig | QuantizationType | str | Mapping[str, Any] | Callable[..., Any] | None
 
 
-def as_config(choice: Choice) -> QuantizationConfig | None:
+# What other programs call an option, or people the absence of a format.
+_OPTIONS = {
+    "group_size": "block_size",
+    "groupsize": "block_size",
+    "bits": "dtype",
+    "format": "dtype",
+    "sym": "symmetric",
+}
+_DENSE = ("none", "dense")
+
+
+def as_config(choice: Choice, dtype: Any = "nf4") -> QuantizationConfig | None:
     """What a rule asks for: a format name, a configuration, its fields, a format of one's own; None keeps a leaf dense.
+
+    Fields without `dtype` are options of the format `dtype`.
 
     >>> as_config({"dtype": "nf4", "block_size": 32, "double_quant": True}).double_quant
     True
@@ -48,6 +62,10 @@ def as_config(choice: Choice) -> QuantizationConfig | None:
     if choice is None or isinstance(choice, QuantizationConfig):
         return choice
     if isinstance(choice, str):
+        if choice.lower() in _DENSE:
+            raise ValueError(
+                f"a rule asks for {choice!r}, which is no format. None, without quotes, keeps a leaf dense."
+            )
         return QuantizationConfig(choice)
     if own := own_format(choice):
         return own
@@ -62,8 +80,10 @@ def as_config(choice: Choice) -> QuantizationConfig | None:
     allowed = [f.name for f in dataclasses.fields(QuantizationConfig)]
     unknown = sorted(set(choice) - set(allowed))
     if unknown:
-        raise ValueError(f"a rule has unknown options {unknown}; allowed are {allowed}.")
-    return QuantizationConfig(**choice)
+        near = _OPTIONS.get(str(unknown[0])) or "".join(difflib.get_close_matches(str(unknown[0]), allowed, 1))
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ValueError(f"a rule has unknown options {unknown}; allowed are {allowed}.{hint}")
+    return QuantizationConfig(**{"dtype": dtype, **choice})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +135,14 @@ class Rules(Sequence[Rule]):
     rule '*embed*' matches no path
     """
 
-    def __init__(self, rules: Mapping[str, Choice] | Iterable[tuple[str, Choice]]):
+    def __init__(self, rules: Mapping[str, Choice] | Iterable[tuple[str, Choice]], dtype: Any = "nf4"):
         if isinstance(rules, Statistics):
             raise TypeError(f"rules={rules!r} are statistics; pass them as quantize_tree(params, calibration=stats).")
         pairs: Any = list(rules.items() if isinstance(rules, Mapping) else rules)
         wrong = [pair for pair in pairs if not (isinstance(pair, (tuple, list)) and len(pair) == 2)]
         if wrong:
             raise TypeError(f"rules are pairs (pattern, format), got {wrong[0]!r}.")
-        self._rules = tuple(Rule(pattern, as_config(choice)) for pattern, choice in pairs)
+        self._rules = tuple(Rule(pattern, as_config(choice, dtype)) for pattern, choice in pairs)
 
     def __len__(self) -> int:
         return len(self._rules)
@@ -217,10 +237,12 @@ def plan(
     asked = default != "nf4"  # by name, and not because nothing else was said
     if isinstance(rules, (str, QuantizationConfig)) or callable(rules):  # one choice for everything
         rules, default, asked = None, rules, True
-    ordered, fallback = Rules({} if rules is None else rules), as_config(default)
+    fallback = as_config(default)
+    named = "nf4" if fallback is None or isinstance(fallback, OwnFormat) else fallback.dtype
+    ordered = Rules({} if rules is None else rules, named)
     kinds = skipped_kinds(skip)
-    if min_size < 0:
-        raise ValueError(f"min_size={min_size} is not allowed; give a number of values, 0 or more.")
+    if not isinstance(min_size, (int, float)) or min_size < 0:
+        raise ValueError(f"min_size={min_size!r} is not allowed; give a number of values, 0 or more.")
     decisions = []
     for leaf, role in zip(leaves, roles_of(leaves), strict=True):
         rule = ordered.first(leaf.path)

@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from eformer._core import ImplicitArray
 from eformer._jax.avals import mesh_axes
 from eformer._quantize.leaves import Role, named_leaf, nbytes_of, roles_of
 from eformer._quantize.report import COLUMNS, Report
@@ -69,9 +70,13 @@ def _original(path: Path, leaves: dict[str, Any]) -> dict[str, Any]:
         there = ", ".join(map(repr, list(opened)[:3]))
         raise Failure(f"--against {path} has none of the tensors of the report; its names look like {there}.")
     original = {name: opened[name] for name in shared}
+    if any(isinstance(x, ImplicitArray) for x in original.values()) and not any(
+        isinstance(x, ImplicitArray) for x in leaves.values()
+    ):
+        raise Failure(f"--against {path} is quantized, and the other checkpoint is not: exchange the two.")
     for name, value in original.items():
-        if tuple(value.shape) != tuple(leaves[name].shape):
-            here, before = tuple(leaves[name].shape), tuple(value.shape)
+        here, before = (tuple(getattr(x, "shape", ())) for x in (leaves[name], value))
+        if before != here:
             raise Failure(f"--against {path} is another model: {name!r} has the shape {before} there, {here} here.")
     return original
 

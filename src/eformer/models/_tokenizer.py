@@ -69,7 +69,11 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], longest: int | None = None) -> Tokenizer:
         """The tokenizer of a tokenizer.json; texts are cut to `longest` tokens."""
-        inner = _library().Tokenizer.from_file(os.fspath(path))
+        lib = _library()
+        try:
+            inner = lib.Tokenizer.from_file(os.fspath(path))
+        except Exception as err:  # the package has no kind of its own
+            raise CheckpointError(f"is not a tokenizer: {err}.", file=path, fix="Fetch it again.") from err
         inner.no_padding()
         inner.no_truncation() if longest is None else inner.enable_truncation(longest)
         return cls(inner)

@@ -312,7 +312,7 @@ def _abstract(step: _Step, shape: jax.ShapeDtypeStruct) -> Any:
     try:
         return jax.eval_shape(step.quantize, shape)
     except (TypeError, ValueError) as err:
-        raise CheckpointError(f"cannot be quantized as {step.decision.config}: {err}") from err
+        raise CheckpointError(f"cannot be quantized: {err}") from err
 
 
 def _fingerprint(identity: Any, planned: Plan, contents: DescribedTree, shards: Any, extra: Any) -> str:
