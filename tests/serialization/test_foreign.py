@@ -235,11 +235,12 @@ def test_dtype_of_the_model(tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(found.materialize()), values.astype(found.dtype))
 
 
-def test_old_files_say_it_beside(tmp_path: Path):
-    """Before `quantization_config`, GPTQ wrote `quantize_config.json`."""
+@pytest.mark.parametrize("name", ["quantize_config", "quantization_config"])
+def test_files_beside_say_it(name: str, tmp_path: Path):
+    """Before `quantization_config`, GPTQ wrote `quantize_config.json`; AutoRound writes another file."""
     tensors, stated, values = made.gptq(np.random.default_rng(1), v2=True)
     folder = made.written(tmp_path / "m", (tensors, {}, values))
-    (folder / "quantize_config.json").write_text(json.dumps(stated))
+    (folder / f"{name}.json").write_text(json.dumps(stated))
     np.testing.assert_array_equal(np.asarray(ef.load_checkpoint(folder)["m.weight"].materialize()), values)
     (folder / "config.json").write_text("{")
     with pytest.raises(ef.errors.CheckpointError, match=r"config\.json: is not JSON"):

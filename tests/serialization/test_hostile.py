@@ -154,6 +154,12 @@ def test_safetensors(tmp_path, case):
     assert_refused(tmp_path / "evil.safetensors", message, read)
 
 
+def test_metadata_of_nothing(tmp_path):
+    """As MLX writes it where it is given none."""
+    (tmp_path / "m.safetensors").write_bytes(packed({"__metadata__": None, "w": ENTRY}))
+    assert files.load(tmp_path / "m.safetensors")["w"].shape == (2, 2)
+
+
 def test_names_that_are_too_long_are_cut(tmp_path):
     (tmp_path / "evil.safetensors").write_bytes(packed({"w" * 100_000: 1}))
     assert_refused(tmp_path / "evil.safetensors", r"w'\.\.\. \(100000 characters\): has no dtype", read)

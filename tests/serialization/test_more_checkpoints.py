@@ -35,14 +35,16 @@ def several(config: Any = None, /, key: str = "quantization_config", **weights: 
     return stored, {} if config is None else {key: config}, values
 
 
-def fp8(shape: tuple[int, ...], scale: tuple[int, ...], codes: str, name: str, tiles: bool = False) -> Case:
+def fp8(
+    shape: tuple[int, ...], scale: tuple[int, ...], codes: str, name: str, tiles: bool = False, leaf: str = ""
+) -> Case:
     rng = seeded(len(shape))
     stored, factor = rng.standard_normal(shape).astype(F8), np.abs(rng.standard_normal(scale)).astype(np.float32)
     spread = factor.reshape(*factor.shape, *[1] * (len(shape) - factor.ndim)) if factor.ndim else factor
     if tiles:
         for axis in (-2, -1):
             spread = made.repeated(spread, 128, shape[axis], axis)
-    return {codes: stored, name: np.asarray(factor)}, {}, {codes: stored.astype(np.float32) * spread}
+    return {codes: stored, name: np.asarray(factor)}, {}, {leaf or codes: stored.astype(np.float32) * spread}
 
 
 def nvfp4_experts(turned: bool) -> Case:
@@ -140,6 +142,7 @@ CASES: dict[str, Any] = {
         f"fp8: {name}": lambda name=name: fp8((8, 16), (), "q.weight", f"q.{name}")
         for name in ("qscale_weight", "scale_weight", "scale")
     },
+    "torchao: fp8": lambda: fp8((8, 16), (8, 1), "q._weight_qdata", "q._weight_scale", leaf="q.weight"),
     "experts: nvfp4": lambda: nvfp4_experts(turned=False),
     "experts: nvfp4, (in, out)": lambda: nvfp4_experts(turned=True),
 }

@@ -21,6 +21,7 @@ READ = (
 )  # fmt: skip
 # Where it is; a later one, which MLX writes, adds to what an earlier one says.
 CONFIG_KEYS = ("compression_config", "quantization_config", "quantization")
+_BESIDE = ("quantization_config.json", "quantize_config.json")  # of AutoRound and AutoGPTQ
 _OF_LANGUAGE = ("text_config", "llm_config", "language_config")  # part of a model with pictures
 _OF_A_WEIGHT = ("bits", "group_size", "mode")
 
@@ -30,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     model = read_json(folder / "config.json")
     parts = [part for key in _OF_LANGUAGE if isinstance(part := model.get(key), dict)] + [model]
     stated = [part[key] for part in parts for key in CONFIG_KEYS if isinstance(part.get(key), dict)]
-    stated = stated or [read_json(folder / "quantize_config.json")]
+    stated = stated or [read_json(folder / name) for name in _BESIDE]
     dtypes = [part[key] for part in parts for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)]
     found: dict[str, Any] = {key: value for part in stated for key, value in part.items()}
     return {**found, "dtype": dtypes[-1]} if dtypes else found

@@ -22,7 +22,7 @@ _TILE = 128
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
 
 
-def fp8(codes: str, suffix: str) -> Scheme:
+def fp8(codes: str, suffix: str, leaf: str | None = None) -> Scheme:
     """A row for matrices, or stacks of them, `(..., out, in)`, with scales of floating point."""
 
     def plan(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def fp8(codes: str, suffix: str) -> Scheme:
         return {**numbers, "kind": _FP8[stored.dtype.name]}
 
     needs = {codes: tuple(_FP8), suffix: (*FLOATS, _E8M0[1])}
-    return Scheme("fp8", "fp8", needs, plan, _make_fp8, ndim=0, leaf=codes)
+    return Scheme("fp8", "fp8", needs, plan, _make_fp8, ndim=0, leaf=codes if leaf is None else leaf)
 
 
 def _make_fp8(arrays: Any, *, codes: str, scale: str, kind: str, shape: tuple[int, ...], dtype: str) -> Any:
@@ -138,6 +138,7 @@ SCHEMES = (
     in_blocks(_CT, "mxfp8", ".weight", "float8_e4m3fn", _SCALE, _E8M0),
     *(fp8(".weight", scale) for scale in _FP8_SCALES),
     *(fp8("", scale) for scale in ("_scale_inv", "_scale")),  # experts in one tensor
+    fp8("._weight_qdata", "._weight_scale", ".weight"),  # of torchao
     in_blocks(_CT, "mxfp4", _PACKED, "uint8", _SCALE, _E8M0),
     in_blocks(_CT, "nvfp4", _PACKED, "uint8", _SCALE, _E4M3, ".weight_global_scale"),
     in_blocks("modelopt", "nvfp4", ".weight", "uint8", _SCALE, _E4M3, ".weight_scale_2"),

@@ -169,6 +169,7 @@ def parse_header(text: bytes, data_size: int, file: Any) -> Header:
         kind = "null" if table is None else type(table).__name__
         raise CheckpointError(f"has a header that is not a JSON object but {kind}.", file=file, fix=TRUNCATED)
     metadata = table.pop("__metadata__", {})
+    metadata = {} if metadata is None else metadata  # as `mx.save_safetensors` writes it
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError("has __metadata__ that is not a mapping of strings to strings.", file=file)
     entries = {name: _entry(name, fields, data_size, file) for name, fields in table.items()}
