@@ -140,6 +140,13 @@ def test_progress_is_told(params, rng):
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_quantized_model_has_nothing_to_observe():
+    """But for its norms, which are matrices where layers are stacked."""
+    params = {"w": ef.quantize(jnp.ones((64, 32))), "norms": jnp.ones((2, 32))}
+    with pytest.raises(errors.CalibrationError, match="Calibrate the dense parameters"):
+        ef.calibrate(lambda p, x: (x @ p["w"]) * p["norms"][0], params, [jnp.ones((4, 64))])
+
+
 def test_no_batches(params):
     with pytest.raises(errors.CalibrationError, match="no batches"):
         ef.calibrate(forward, params, [])

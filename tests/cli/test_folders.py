@@ -60,6 +60,9 @@ def test_a_folder_is_calibrated_on_a_text(source: Path, tmp_path: Path, capsys: 
     assert "the source must be a folder" in capsys.readouterr().err
     assert main([*argv, "--calibrate", str(tmp_path / "none.txt")]) == 2
     assert "there is no such file" in capsys.readouterr().err
+    (tmp_path / "short.txt").write_text("")
+    assert main(["evaluate", str(source), "--text", str(tmp_path / "short.txt")]) == 1
+    assert "short.txt holds 0 tokens; give a text that is longer" in capsys.readouterr().err
     losses = {}
     for method in ("round", "gptq"):
         assert main([*argv, *given, "--method", method, "--force"]) == 0

@@ -40,6 +40,17 @@ def test_scalars_are_refused(kind: str) -> None:
         quantize(jnp.float32(1), dtype=kind)
 
 
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_codes_that_became_other_numbers_are_not_decoded(kind: str) -> None:
+    """As `jax.tree.map` makes them: a cast of a model, or an average of two."""
+    q = quantize(W, dtype=kind)
+    averaged = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, q, q)
+    for bad in (averaged, jax.tree.map(lambda a: a.astype(jnp.int32), q)):
+        for use in (lambda b: b.materialize(), lambda b: b[jnp.array([1])], lambda b: W.T @ b):
+            with pytest.raises(TypeError, match=r"codes .* instead of u?int8: .*tree_map_with_implicit"):
+                use(bad)
+
+
 @pytest.mark.parametrize("bad", [0, -2, 7, 1 << 20])
 def test_block_sizes(bad: int) -> None:
     for call in (

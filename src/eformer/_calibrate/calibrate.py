@@ -25,6 +25,7 @@ from .accumulate import Accumulator
 from .model import Model
 
 _ORDER = "The order is calibrate(forward, params, batches)."
+_DENSE = "Calibrate the dense parameters, before quantizing them."
 
 
 def calibrate(
@@ -79,6 +80,8 @@ def calibrate(
             tell(Progress(f"batch {number}", done, done if count is None else done * count // number))
     if not number:
         raise CalibrationError("there are no batches: give at least one (is an iterator used up?).")
+    if not sums.seen and _is_packed(tree):
+        raise CalibrationError(f"no product has a dense matrix: those of params are quantized. {_DENSE}")
     model.warn(sums.seen)
     return sums.statistics(model.observed, model.first, model.folds())
 
@@ -104,10 +107,13 @@ def _observed(tree: Tree, rules: Any) -> dict[int, str]:
             found[number] = leaf.path
     if not found:
         asked = f" that rules={rules!r} ask for" if rules is not None else ""
-        packed = any(isinstance(leaf.value, ImplicitArray) for leaf in tree.leaves)
-        fix = "Calibrate the dense parameters, before quantizing them." if packed else _ORDER
+        fix = _DENSE if _is_packed(tree) else _ORDER
         raise CalibrationError(f"params holds no floating-point matrix{asked}. {fix if rules is None else ''}".rstrip())
     return found
+
+
+def _is_packed(tree: Tree) -> bool:
+    return any(isinstance(leaf.value, ImplicitArray) for leaf in tree.leaves)
 
 
 def _wanted(rules: Any, paths: Sequence[str]) -> Callable[[str], bool]:

@@ -143,7 +143,14 @@ class QuantizedArray(Packed, frozen=True):
 
     def part(self, part: Part) -> Any:
         """The stored array of a part, dense (a compressed absmax is expanded); None if it is absent."""
-        array = getattr(self, part.field)
+        array, codes = getattr(self, part.field), getattr(self, self.parts[0].field)
+        stored = None if self.kernel_format is None else FORMATS[self.kernel_format].code_dtype
+        if stored is not None and getattr(codes, "dtype", stored) != stored:
+            raise TypeError(
+                f"the codes of this {type(self).__name__} of shape {self.shape} are {codes.dtype} instead of {stored}: "
+                "jax.tree.map and optimizers go into the array and change what it stores. Stop at it with "
+                "eformer.jaximus.tree_map_with_implicit; w.astype(dtype) changes the dtype of its values."
+            )
         return array.expanded() if hasattr(array, "expanded") else array
 
     @property

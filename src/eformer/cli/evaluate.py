@@ -47,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
     text = sys.stdin.read() if options.text == "-" else Path(options.text).read_text("utf-8", "replace")
     model = loaded(options.model, options)
     tokens = model.tokenizer.encode(text)[: options.tokens]
+    if len(tokens) < 2:
+        raise Failure(f"--text {options.text} holds {len(tokens)} tokens; give a text that is longer.")
     against = None
     if options.against is not None:
         other = loaded(options.against, options, options.against_format)

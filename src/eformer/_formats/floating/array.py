@@ -183,7 +183,7 @@ class ArrayFloat(QuantizedArray):
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
-        codes = codes_at(self.codes.reshape(*self.codes.shape[:-2], -1), index, 8 // self.row.per_byte)
+        codes = codes_at(self.part(self.parts[0]).reshape(*self.codes.shape[:-2], -1), index, 8 // self.row.per_byte)
         scale = jnp.take(self.frozen_scale(), index // (self.row.block or codec.TILE), axis=-1)
         return codec.decode(codes, scale, element=self.row.element, axis=None, size=0, dtype=jnp.float32)
 

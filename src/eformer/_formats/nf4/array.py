@@ -112,7 +112,7 @@ class ArrayNF4(QuantizedArray):
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
-        codes = _blocks.codes_at(self.packed.reshape(*self.packed.shape[:-2], -1), index, 4)
+        codes = _blocks.codes_at(self.part(self.parts[0]).reshape(*self.packed.shape[:-2], -1), index, 4)
         absmax = jnp.take(self.frozen_scale(), index // self.block_size, axis=-1)
         return codec.values(codes) * absmax
 

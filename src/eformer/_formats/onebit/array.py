@@ -103,7 +103,7 @@ class Array1B(QuantizedArray):
 
     def decoded_entries(self, index: jax.Array) -> jax.Array:
         """The values at these positions of the blocked axis, (free axes..., index axes...)."""
-        codes = codec.meaning(_blocks.codes_at(self.weight, index, self.bits), self.bits)
+        codes = codec.meaning(_blocks.codes_at(self.part(self.parts[0]), index, self.bits), self.bits)
         scale = self.frozen_scale()
         if scale is None:
             return codes
