@@ -7,7 +7,7 @@ whose sums a second kernel adds up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,8 @@ BYTES = ("int8", "fp8_e4m3", "fp8_e5m2")
 PACKED = ("nf4", "int4", "iq4_nl", "fp4", "ternary", "binary")
 BYTE_BLOCKS = ("int8_block", "fp8_e4m3_block")
 # For the kernel of csrc/cuda/skinny.cuh: of how many columns it takes a multiple, and up to how many rows of x.
-SKINNY: Mapping[str, int] = MappingProxyType(dict.fromkeys(PACKED, 256) | dict.fromkeys((*BYTES, *BYTE_BLOCKS), 128))
+_COLUMNS: dict[str, int] = {**dict.fromkeys(PACKED, 256), **dict.fromkeys((*BYTES, *BYTE_BLOCKS), 128)}
+SKINNY = MappingProxyType(_COLUMNS)
 SKINNY_M = 16
 
 
