@@ -178,6 +178,10 @@ or keep the dense weight and quantize it in the forward pass with `straight_thro
 
 NO_HANDLER = "No handler keeps it implicit: register one for {primitive!r} on {type}."
 
+CUT = """\
+The spec {cut} does not split what it stores into arrays of its type: it cuts a block, a byte or a scale.
+Split another axis or use smaller blocks; q.with_sharding(NamedSharding(mesh, spec)) names a size that fits."""
+
 DECLINED = """\
 Handler {handler} returned NotImplemented for {params}.
 Let it cover them, or register another one for {primitive!r} on {type}."""

@@ -34,6 +34,7 @@ class _State(threading.local):
     materializing: Any = None  # the array inside whose materialize() we are
     requested: bool = False  # a dense array was asked for by name
     declined: tuple[Any, str, dict[str, Any]] | None = None  # the primitive and handler that last gave NotImplemented
+    cut: Any = None  # the spec by which a shard_map cannot split the array
     notices: list[Any] | None = None  # where to keep what concerns whoever calls the code being traced
 
 
@@ -129,6 +130,8 @@ def _cause(facts: dict[str, Any], primitive: Any) -> str:
     """Why an array is about to become dense, and the one line that mends it."""
     if primitive == OUTSIDE:
         return _messages.FORGOTTEN.format(**facts)
+    if state.cut is not None:
+        return _messages.CUT.format(cut=state.cut)
     if state.declined is None or state.declined[0] is not primitive:
         return _messages.NO_HANDLER.format(**facts)
     _, handler, params = state.declined

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from eformer._jax import jaxprs, traces
 
 from .box import jvp_of_moving
-from .materialization import dense_for, materialize
+from .materialization import dense_for, during, materialize
 from .rules_call import child_specs
 from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
 
@@ -185,7 +185,10 @@ def _split(primitive: Any, q: Any, sharding: NamedSharding) -> tuple[Any, list[A
     """The array, stored so that it can be split, and a spec for every leaf; or the dense array and its spec."""
     stored = q.stored_for(sharding)
     specs = child_specs(stored, sharding)
-    return (stored, specs) if specs is not None else (dense_for(primitive, q), [sharding.spec])
+    if specs is not None:
+        return stored, specs
+    with during(cut=sharding.spec):
+        return dense_for(primitive, q), [sharding.spec]
 
 
 CALL_RULES.update({"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp, "shard_map": _shard_map})

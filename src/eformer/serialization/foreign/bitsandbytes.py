@@ -65,7 +65,8 @@ class StoredWeight:
         found = {part: _array(state[f"{name}.{part}"]) for part in PARTS if f"{name}.{part}" in state}
         details = parse_json(_array(state[key]).astype(np.uint8, copy=False).tobytes(), None)
         if not isinstance(details, dict) or not {"absmax", "quant_map"} <= set(found):
-            raise CheckpointError("lacks absmax, quant_map or a quantization state.")
+            lacking = sorted({"absmax", "quant_map"} - set(found)) or ["a quantization state that is a JSON object"]
+            raise CheckpointError(f"lacks {' and '.join(lacking)}.", fix="Fetch all files that belong to it again.")
         self.kind, self.dtype = details.get("quant_type"), details.get("dtype")
         shape, block = details.get("shape"), details.get("blocksize")
         if not isinstance(shape, list) or not all(map(is_count, shape)) or math.prod(shape) > 1 << 50:
