@@ -146,7 +146,7 @@ def test_a_cache_in_a_loop_and_in_a_gradient():
     with pytest.raises(TypeError, match=r"QuantizedCache meets a dense array(.|\n)*implicit\(f\)\(\*args\)"):
         steps(cache)
     assert isinstance(ef.implicit(steps)(cache), ef.QuantizedCache)
-    with pytest.raises(TypeError, match=r"through a QuantizedCache(.|\n)*stop_gradient\(rows\)"):
+    with pytest.raises(TypeError, match=r"written into a QuantizedCache(.|\n)*stop_gradient\(rows\)"):
         jax.grad(lambda row: cache.at[:, 3:4].set(row).materialize().sum())(row)
 
 

@@ -375,9 +375,8 @@ def test_derivatives():
     dense = cache.materialize()
     loss = implicit(lambda q, c: jnp.sum(jnp.square(attention(q, c, c))))
     np.testing.assert_allclose(jax.grad(loss)(q, cache), jax.grad(loss)(q, dense), rtol=1e-4, atol=1e-6)
-    for read in (lambda c: loss(q, c), lambda c: c.materialize().sum()):  # in products, and by decoding
-        with pytest.raises(ef.errors.QuantizedGradientError, match=r"write `jax.lax.stop_gradient\(rows\)`"):
-            jax.grad(lambda x, read=read: read(cache.at[:, 0].set(x)))(random((2, 3, 40)))
+    with pytest.raises(ef.errors.QuantizedGradientError, match=r"write `jax.lax.stop_gradient\(rows\)`"):
+        jax.grad(lambda x: loss(q, cache.at[:, 0].set(x)))(random((2, 3, 40)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

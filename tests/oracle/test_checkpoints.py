@@ -80,12 +80,15 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "int4, zero points": {"dtype": "int4", "block_size": 32, "symmetric": False},
     "int4, rows": {"dtype": "int4", "block_size": None},
     "int2": {"dtype": "int2", "block_size": 32},
+    "int3": {"dtype": "int3", "block_size": 32},
+    "int5, zero points": {"dtype": "int5", "block_size": 32, "symmetric": False},
     "int8 in groups": {"dtype": "int8", "block_size": 64},
     "int8": {"dtype": "int8", "axis": -2},
     "fp8": {"dtype": "fp8"},
     "fp8, tensor": {"dtype": "fp8", "axis": (-2, -1)},
     "fp8, tiles": {"dtype": "fp8", "block_size": 128},
     "mxfp4": {"dtype": "mxfp4"},
+    "mxfp8": {"dtype": "mxfp8"},
 }
 
 

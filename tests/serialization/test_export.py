@@ -22,7 +22,8 @@ EXPORTS = {
     "fp8": ("fp8, tiles", "fp8, rows", "fp8, tensor", "fp8, e5m2", "fp8, exponents"),
     "compressed-tensors": (
         "pack-quantized", "pack-quantized, 8 bits", "pack-quantized, zero points", "pack-quantized, act order",
-        "pack-quantized, ragged", "int-quantized", "fp8, tiles", "fp8, rows", "compressed-tensors mxfp4", "awq",
+        "pack-quantized, ragged", "pack-quantized, 3 bits", "int-quantized", "fp8, tiles", "fp8, rows", "awq",
+        "compressed-tensors mxfp4", "compressed-tensors mxfp8", "compressed-tensors nvfp4",
     ),
 }  # fmt: skip
 
@@ -108,6 +109,22 @@ def test_tied_weights_are_written_under_each_name(tmp_path: Path):
     before, after = (ef.load_checkpoint(p) for p in (source, files.export(source, tmp_path / "out", "gptq")))
     assert set(before) == set(after) == {"a.weight", "b.weight", "c"}
     assert before["a.weight"] is before["b.weight"]
+
+
+def test_a_scale_of_the_tensor_is_written_as_its_reciprocal(tmp_path: Path):
+    """compressed-tensors stores what values were multiplied by. Not every number is 1 over a float32."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
+    q = ef.quantize(w, dtype="nvfp4", axis=-1)
+    held = {"m": {"weight": q.replaced(tensor_scale=jnp.full((1, 1), 1 / jnp.float32(1.1)))}}
+    found = ef.load_checkpoint(files.export(held, tmp_path / "held", "compressed-tensors"))["m.weight"]
+    assert_same(found, held["m"]["weight"])
+    between = jnp.nextafter(1 / jnp.float32(1.1), jnp.float32(1))
+    tried = np.nextafter(np.float32(1.1), np.float32([0, 2]))
+    assert between not in (1 / tried).tolist()
+    with pytest.raises(ef.errors.CheckpointError, match=r"'m\.weight': cannot be.* holds only what is 1 / a float32"):
+        files.export(
+            {"m": {"weight": q.replaced(tensor_scale=jnp.full((1, 1), between))}}, tmp_path / "no", "compressed-tensors"
+        )
 
 
 def test_stacks_of_matrices_are_refused_where_they_cannot_be_read_back(tmp_path: Path):

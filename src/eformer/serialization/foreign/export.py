@@ -154,12 +154,12 @@ def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
         strategy = "block" if q.blocked is not None else "tensor" if stored[".weight_scale"].size == 1 else "channel"
         more = {"block_structure": [128, 128]} if strategy == "block" else {}
         return stored, {**_note("float-quantized", 8, "float", strategy), **more}
-    if isinstance(q, ArrayFloat) and q.kind == "mxfp4" and q.ndim == 2 and not q.pad:
-        codes, note = _codes(q), _note("mxfp4-pack-quantized", 4, "float", "group", 32)
-        _input_axis(q, name)
-        return {".weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": q.scale}, note
+    if isinstance(q, ArrayFloat) and q.kind in _FLOATS and q.ndim == 2 and not q.pad:
+        return _floats_in_blocks(q, name)
     _input_axis(q, name)
-    q, order, group = _integers(q, (2, 4, 8), ", rows of INT8, FP8 and MXFP4")
+    q, order, group = _integers(
+        q, (2, 3, 4, 5, 6, 8), ", rows of INT8, FP8, and whole blocks of MXFP4, MXFP8 and NVFP4"
+    )
     if q.ndim != 2:
         raise _Unfit(f"has the shape {list(q.shape)}; that format holds matrices.")
     zero, codes, (out, size) = _zero_points(q), _codes(q), (q.scale.shape[0], q.shape[q.blocked])
@@ -177,6 +177,40 @@ def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
         "pack-quantized", q.bits, "int", "channel" if group == size else "group", group if group < size else None
     )
     return stored, {**note, "symmetric": zero is None}
+
+
+# The name of the format, how its scales are shared, and their type.
+_FLOATS = {
+    "mxfp4": ("mxfp4-pack-quantized", "group", "torch.uint8"),
+    "mxfp8": ("mxfp8-quantized", "group", "torch.uint8"),
+    "nvfp4": ("nvfp4-pack-quantized", "tensor_group", "torch.float8_e4m3fn"),
+}
+
+
+def _floats_in_blocks(q: ArrayFloat, name: str) -> tuple[Stored, Note]:
+    _input_axis(q, name)
+    form, strategy, dtype = _FLOATS[q.kind]
+    codes, bits = _codes(q), 8 // q.row.per_byte
+    note = {**_note(form, bits, "float", strategy, q.block_size), "scale_dtype": dtype}
+    if bits == 8:
+        return {".weight": lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), ".weight_scale": q.scale}, note
+    stored = {".weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": q.scale}
+    if q.kind == "nvfp4":
+        stored[".weight_global_scale"] = _reciprocal(jnp.ones(1) if q.tensor_scale is None else q.tensor_scale)
+    return stored, note
+
+
+def _reciprocal(factor: jax.Array) -> jax.Array:
+    """What values were multiplied by before they were rounded: 1 over it is the factor. Not all numbers have one."""
+    factor = factor.reshape(1)
+    near = 1 / factor
+    tried = jnp.concatenate([near, jnp.nextafter(near, 0), jnp.nextafter(near, jnp.inf)])
+    fits = 1 / tried == factor
+    if not isinstance(factor, jax.core.Tracer) and not fits.any():
+        raise _Unfit(
+            f"has the scale {factor.item()!r} of the tensor, and that format holds only what is 1 / a float32."
+        )
+    return tried[jnp.argmax(fits)].reshape(1)
 
 
 def _note(form: str, bits: int, kind: str, strategy: str, group: int | None = None) -> Note:
@@ -263,7 +297,7 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     @functools.lru_cache(maxsize=1)
     def made(name: str) -> Stored:
         value = named[name]
-        return _stored(name, write(value, name)[0]) if isinstance(value, ImplicitArray) else {name: value}
+        return _stored(name, _written(name, value, write, to)[0]) if isinstance(value, ImplicitArray) else {name: value}
 
     stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes)}
     if len(dtypes) == 1 and not {"dtype", "torch_dtype"} & set(stated):  # that of the values, which scales may not have
@@ -285,12 +319,16 @@ def _planned(name: str, value: Any, write: Any, to: str) -> tuple[Leaf, Note | N
     note: Note = {}
 
     def stored(q: Any) -> Stored:
-        made, found = write(q, name)
+        made, found = _written(name, q, write, to)
         note.update(found)
         return made
 
+    return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
+
+
+def _written(name: str, value: Any, write: Any, to: str) -> tuple[Stored, Note]:
     try:
-        return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
+        return write(value, name)
     except _Unfit as err:
         fix = "Quantize it in a format that needs no rounding there, or materialize it."
         raise CheckpointError(f"cannot be written as {to}: it {err}", tensor=name, fix=fix) from err
