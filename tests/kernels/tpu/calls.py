@@ -14,7 +14,9 @@ from eformer._kernels import tpu
 from eformer._kernels.formats import FORMATS, float_scale
 from eformer._kernels.parameters import Problem, product_problem
 
-from ..cases import Case
+from ..cases import Case, relative_error
+
+LIMIT = 2e-6
 
 
 def problem(case: Case, form: str, x: Any, **options: Any) -> Problem:
@@ -54,6 +56,19 @@ def expected(case: Case, form: str, x: Any) -> np.ndarray:
         matrix = case.dense / case.scale
         wide = rounded(np.asarray(x, np.float32) * np.swapaxes(case.scale, -1, -2 if form == "axpy" else -1))
     return wide @ (matrix.swapaxes(-1, -2) if form == "dot" else matrix)
+
+
+def random_x(rng: np.random.Generator, case: Case, form: str, m: int, dtype: Any = np.float32) -> jax.Array:
+    *batch, rows, cols = case.dense.shape
+    return jnp.asarray(rng.standard_normal((*batch, m, cols if form == "dot" else rows)), dtype)
+
+
+def check(calls: list[tuple[Case, str, Any]], **options: Any) -> None:
+    for (case, form, x), y in zip(calls, interpreted(calls, **options), strict=True):
+        assert tpu.refuses_operands(problem(case, form, x).with_float_scale()) is None
+        error = relative_error(y, expected(case, form, x))
+        scale = None if case.scale is None else case.scale.shape
+        assert error < LIMIT, (case.fmt, form, case.codes.shape, x.shape, x.dtype, scale, error)
 
 
 def lowered(function: Any, *operands: Any) -> str:

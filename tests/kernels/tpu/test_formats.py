@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from eformer._kernels import tpu
 from eformer._kernels.formats import FORMATS as TABLE
-from eformer._kernels.tpu import _decode, tuning
+from eformer._kernels.tpu import _decode
 
 from ..cases import (
     FORMATS,
@@ -28,9 +27,9 @@ from ..cases import (
     with_byte_scales,
     with_offset,
 )
-from .calls import expected, interpreted, problem
+from .calls import LIMIT, check, interpreted, problem, random_x
 
-LIMIT = 2e-6
+pytestmark = pytest.mark.usefixtures("small_blocks")
 TAKEN = [fmt for fmt in MORE if fmt in tpu.TAKES]
 USUAL = {("int4", "dot"), ("fp8_e4m3_block", "axpy"), ("fp8_e5m2", "dot"), ("int8_block", "axpy")}
 EVERY = [
@@ -38,30 +37,6 @@ EVERY = [
     for fmt in TAKEN
     for form in FORMS
 ]
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several steps along every axis of small problems."""
-    monkeypatch.setattr(tuning, "TABLE", ((16, 128, 512),))
-    monkeypatch.setattr(tuning, "LEAST_BYTES", 128)
-
-
-def random_x(rng: np.random.Generator, case: Case, form: str, m: int, dtype=np.float32):
-    *batch, rows, cols = case.dense.shape
-    return jnp.asarray(rng.standard_normal((*batch, m, cols if form == "dot" else rows)), dtype)
-
-
-def check(calls, **options) -> None:
-    for (case, form, x), y in zip(calls, interpreted(calls, **options), strict=True):
-        assert tpu.refuses_operands(problem(case, form, x).with_float_scale()) is None
-        error = relative_error(y, expected(case, form, x))
-        assert error < LIMIT, (case.fmt, form, case.codes.shape, x.dtype, error)
 
 
 @pytest.mark.parametrize(("fmt", "form"), EVERY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from types import SimpleNamespace
 
 import jax
@@ -13,34 +12,10 @@ import pytest
 from eformer._kernels import tpu
 from eformer._kernels.tpu import tuning
 
-from ..cases import FORMATS, FORMS, Case, make_case, relative_error
-from .calls import expected, interpreted, problem
+from ..cases import FORMATS, FORMS, make_case, relative_error
+from .calls import LIMIT, check, interpreted, problem, random_x
 
-LIMIT = 2e-6
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several steps along every axis of small problems; what lies behind the end of an array is NaN here."""
-    monkeypatch.setattr(tuning, "TABLE", ((16, 128, 512),))
-    monkeypatch.setattr(tuning, "LEAST_BYTES", 128)
-
-
-def random_x(rng: np.random.Generator, case: Case, form: str, m: int, dtype=np.float32):
-    batch, (rows, cols) = case.dense.shape[:-2], case.dense.shape[-2:]
-    return jnp.asarray(rng.standard_normal((*batch, m, cols if form == "dot" else rows)), dtype)
-
-
-def check(calls, **options) -> None:
-    for (case, form, x), y in zip(calls, interpreted(calls, **options), strict=True):
-        error = relative_error(y, expected(case, form, x))
-        scale = None if case.scale is None else case.scale.shape
-        assert error < LIMIT, (case.fmt, form, case.dense.shape, x.shape, x.dtype, scale, error)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize("form", FORMS)

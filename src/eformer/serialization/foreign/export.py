@@ -22,6 +22,7 @@ from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.int8.array import Array8B
 from eformer._formats.integer.array import ArrayInt
 from eformer._formats.permuted.array import PermutedArray
+from eformer._jax import traces
 from eformer._kernels.formats import scale_values, unpack
 from eformer.errors import CheckpointError
 
@@ -206,7 +207,7 @@ def _reciprocal(factor: jax.Array) -> jax.Array:
     near = 1 / factor
     tried = jnp.concatenate([near, jnp.nextafter(near, 0), jnp.nextafter(near, jnp.inf)])
     fits = 1 / tried == factor
-    if not isinstance(factor, jax.core.Tracer) and not fits.any():
+    if traces.is_concrete(factor) and not fits.any():
         raise _Unfit(
             f"has the scale {factor.item()!r} of the tensor, and that format holds only what is 1 / a float32."
         )
