@@ -48,6 +48,7 @@ struct ByteTileEngine {
  private:
   // sums (16, tile) of 16 rows of x, signed bytes, times the panel, unsigned ones.
   static void add_dots(const uint32_t* x, const uint32_t* panel, int64_t count, uint32_t* sums) {
+    before_tiles_are_loaded();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

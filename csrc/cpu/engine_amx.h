@@ -22,11 +22,15 @@ class TileConfig {
       config.bytes[t] = 64;
       config.rows[t] = static_cast<uint8_t>(t == 6 || t == 7 ? 16 : rows);
     }
-    _tile_loadconfig(&config);
+    // GCC's _tile_loadconfig says that it reads eight bytes, so what is stored behind these may never be.
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
   TileConfig(const TileConfig&) = delete;
   ~TileConfig() { _tile_release(); }
 };
+
+// What was stored so far is in memory: GCC's _tile_loadd does not say that it reads any.
+INLINE void before_tiles_are_loaded() { asm volatile("" ::: "memory"); }
 
 template <int x_parts, int w_parts>
 struct AmxEngine {
@@ -112,6 +116,7 @@ struct AmxEngine {
 
   // At most 16 rows of x, 64 outputs.
   static void one_by_four(const Packed* x, const Panel* panel, int64_t n_steps, int64_t rows, bool first, float* c) {
+    before_tiles_are_loaded();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

@@ -58,6 +58,9 @@ void product(const Product& p, Runtime& runtime) {
   if constexpr (format == Format::nf4) {
     constexpr int64_t rows_that_pay = 20;
     if (exact_bf16(p) && p.m > rows_that_pay) return panels<AmxEngine<1, 3>, format>(p, runtime);
+  } else if constexpr (format == Format::fp8_e5m2) {
+    // An infinity times the parts of a float has no sum.
+    if (exact_bf16(p)) return panels<AmxEngine<1, 1>, format>(p, runtime);
   } else if constexpr (!blocked(format)) {
     return exact_bf16(p) ? panels<AmxEngine<1, 1>, format>(p, runtime) : panels<AmxEngine<3, 1>, format>(p, runtime);
   }
