@@ -78,7 +78,7 @@ def check_block_size(size: Any, kind: str) -> int | None:
     own = KINDS[kind].block
     if size is None and own is None:
         return None
-    size, fixed = _arguments.as_index(size, "block_size"), own or TILE
+    size, fixed = None if size is None else _arguments.as_index(size, "block_size"), own or TILE
     if size != fixed:
         has = f"blocks of {own}" if own else f"no blocks, or blocks of {TILE} × {TILE}"
         raise ValueError(f"block_size={size} is not allowed for {kind}, which has {has}. Leave it out, or use {fixed}.")
