@@ -148,6 +148,8 @@ def test_a_matrix_cut_out_of_blocks_is_still_under_the_policy(key):
         ("ternery", "ternary"),
         ("float8_e4m3fn", "fp8"),
         ("4bit", "nf4"),
+        ("fp8_e4m3", "fp8"),
+        ("w4a16", "int4"),
         (jnp.int8, "int8"),
         (np.dtype("int8"), "int8"),
         (jnp.int4, "int4"),

@@ -67,7 +67,7 @@ def test_layouts_of_fp8_checkpoints(kind: str) -> None:
     rng, dtype = seeded(kind), ml_dtypes.float8_e4m3fn if kind == "fp8" else ml_dtypes.float8_e5m2
     weight = rng.standard_normal((300, 200)).astype(dtype)
     x = normal(rng, 5, 200)
-    for sizes in ((), (1, 1), (300, 1), (3, 2), (300, 2)):
+    for sizes in ((), (1, 1), (300, 1), (3, 2), (300, 2), (3, 1), (1, 2)):
         scale = rng.uniform(0.5, 2, sizes).astype(np.float32)
         q = ef.ArrayFloat.from_codes(weight, scale, kind=kind, axis=-1, dtype=jnp.float32)
         spread = scale
@@ -75,9 +75,7 @@ def test_layouts_of_fp8_checkpoints(kind: str) -> None:
             spread = np.repeat(spread, 128, axis=axis).take(range(n), axis=axis) if size in (2, 3) else spread
         wanted = weight.astype(np.float32) * spread
         np.testing.assert_array_equal(q.materialize(), wanted)
-        assert (
-            q.nbytes <= weight.size * (1.28 if len(sizes) and sizes[1] == 2 else 1.0) + 4 * 600
-        )  # 256 columns are held
+        assert q.nbytes <= weight.size * (1.28 if {2, 3} & {*sizes} else 1.0) + 4 * 600  # 256 columns are held
         check(x @ q.T, x @ wanted.T)
         check(ef.implicit(lambda q: q[128:256, :128])(q), wanted[128:256, :128])
         check(ef.implicit(lambda q: q[jnp.array([7, 299])])(q), wanted[np.array([7, 299])])
@@ -107,6 +105,14 @@ def test_nan_scales_stay_nan() -> None:
 CODES = np.zeros((64, 32), np.uint8)
 REFUSED = {
     "kind='fp6' is unknown": lambda: ef.ArrayFloat.from_codes(CODES, 1.0, kind="fp6"),
+    r"kind='mxpf4' is unknown; .* Did you mean 'mxfp4'\?": lambda: ef.ArrayFloat.quantize(jnp.ones((4, 4)), "mxpf4"),
+    r"a scale \[2, 1\] does not fit codes of mxfp4 \[64, 32\] along axis -1: it must be \[64, 1\]": (
+        lambda: ef.ArrayFloat.from_codes(CODES, np.ones((2, 1), np.uint8), kind="mxfp4", axis=-1)
+    ),
+    "bytes is e8m0, which nvfp4 does not have; its own is float8_e4m3fn": lambda: ef.ArrayFloat.from_codes(
+        CODES, np.ones((4, 32), np.uint8), kind="nvfp4"
+    ),
+    "block_size=None is not allowed for mxfp4": lambda: ef.quantize(jnp.ones((4, 4)), dtype="mxfp4", block_size=None),
     "kind='int4' is unknown": lambda: ef.ArrayFloat.quantize(jnp.ones((4, 4)), "int4"),
     "are 0 to 15, one for each value, got 200": lambda: ef.ArrayFloat.from_codes(
         np.full((64, 32), 200, np.uint8), np.ones((2, 32), np.uint8), kind="mxfp4"
@@ -116,7 +122,7 @@ REFUSED = {
     ),
     "must be uint8 or float8_e4m3fn": lambda: ef.ArrayFloat.from_codes(np.ones((4, 4)), 1.0, kind="fp8"),
     "does not have the rank of the codes": lambda: ef.ArrayFloat.from_codes(CODES, np.ones(2, np.uint8), kind="mxfp4"),
-    r"scale \[32, 3\] does not fit codes": lambda: ef.ArrayFloat.from_codes(
+    r"scale \[3, 32\] does not fit codes": lambda: ef.ArrayFloat.from_codes(
         CODES, np.ones((3, 32), np.uint8), kind="mxfp4"
     ),
     "scales that are floating or uint8": lambda: ef.ArrayFloat.from_codes(

@@ -102,6 +102,9 @@ def test_bad_input() -> None:
             "group_size=48 is not allowed for mode='affine': use 32, 64, 128",
         ),
         (lambda: functions.quantize(w, bits=7), ValueError, "bits=7 is not allowed"),
+        (lambda: functions.quantize(w, 64.0), TypeError, "group_size=64.0 is of type float"),  # pyright: ignore[reportArgumentType]
+        (lambda: functions.quantize(w, bits=4.0), TypeError, "bits=4.0 is of type float"),  # pyright: ignore[reportArgumentType]
+        (lambda: functions.quantize(w, mode="afine"), ValueError, r"Did you mean 'affine'\?"),
         (
             lambda: functions.quantize(w, bits=8, mode="mxfp4"),
             ValueError,
@@ -114,9 +117,36 @@ def test_bad_input() -> None:
         (lambda: functions.dequantize(stored[0].astype(int), *stored[1:]), ValueError, "w must be uint32 words"),
         (lambda: functions.dequantize(*stored, bits=8), ValueError, r"scale has shape \[4, 2\]; .*need \[4, 1\]"),
         (lambda: functions.quantized_matmul(w, stored[0]), TypeError, "scales are missing"),
+        (lambda: functions.dequantize(None, *stored[1:]), TypeError, "w takes an array, got None"),  # pyright: ignore[reportArgumentType]
     ]
+    for mode, own in (("mxfp4", "float8_e8m0fnu"), ("nvfp4", "float8_e4m3fn")):
+        words, scales = functions.quantize(w, mode=mode)
+        call = lambda a=words, b=scales, mode=mode: functions.dequantize(a, b.astype(jnp.float32), mode=mode)  # noqa: E731
+        cases.append((call, TypeError, f"scales of mode='{mode}' must be uint8 or {own}, got float32"))
     for call, error, words in cases:
         with pytest.raises(error, match=words):
             call()
     plain = Array8B.quantize(w)
     assert functions.quantized_matmul(w, plain).shape == (4, 4)
+
+
+@pytest.mark.parametrize("mode", ["affine", "nf4", "mxfp4", "mxfp8", "nvfp4"])
+def test_nothing_at_all(mode: str) -> None:
+    for shape in ((0, 64), (3, 0), (2, 0, 64)):
+        stored = functions.quantize(jnp.zeros(shape), mode=mode)
+        assert functions.dequantize(*stored, mode=mode).shape == shape
+        assert functions.quantized_matmul(jnp.ones((5, shape[-1])), *stored, mode=mode).shape == (
+            *shape[:-2],
+            5,
+            shape[-2],
+        )
+
+
+def test_what_is_multiplied_may_be_numbers_of_any_kind() -> None:
+    w = normal(8, 64)
+    stored = functions.quantize(w)
+    dense = functions.dequantize(*stored)
+    for x in (np.ones((2, 64), np.int32), [[1.0] * 64] * 2):
+        np.testing.assert_allclose(
+            functions.quantized_matmul(x, *stored), np.asarray(x, np.float32) @ dense.T, rtol=1e-5
+        )  # pyright: ignore[reportArgumentType]

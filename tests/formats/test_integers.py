@@ -239,6 +239,7 @@ def test_bad_input() -> None:
     for arguments, error, words in (
         ((codes, scale, {"bits": 7, "block_size": 64}), ValueError, "bits=7 is not allowed: .* 2, 3, 4, 5, 6 or 8"),
         ((codes, scale, {"bits": 4, "block_size": 12}), ValueError, "block_size=12 is not allowed"),
+        ((codes[0, 0], scale, good), ValueError, "codes are arrays of rank 1 or more"),
         ((codes + 16, scale, good), ValueError, "codes from 16 to 16 are out of range: allowed are 0 to 15"),
         ((codes - 1, scale, good), ValueError, "codes from -1 to -1"),
         ((codes.astype(float), scale, good), TypeError, "codes must be integers"),

@@ -138,7 +138,7 @@ def as_array(values: Any, name: str) -> jax.Array:
         return values
     try:
         return jnp.asarray(values)
-    except (TypeError, ValueError) as err:
+    except (TypeError, ValueError, OverflowError) as err:
         kind = type(values).__name__
         raise TypeError(
             f"{name} takes an array, got {shown(values)} of type {kind}. The parameters of a model go to quantize_tree."

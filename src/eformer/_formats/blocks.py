@@ -61,13 +61,13 @@ def joined(pieces: list[jax.Array], axis: int) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=axis)
 
 
-def quotient(x: jax.Array, divisor: jax.Array, axis: int) -> jax.Array:
-    """`x / divisor`, which lacks this axis, correctly rounded.
+def quotient(x: jax.Array, divisor: jax.Array, axis: int | None = None) -> jax.Array:
+    """`x / divisor`, which lacks this axis, if one is named, correctly rounded.
 
     XLA would divide by what is the same for many values only once, and multiply by that: off by one ulp at times, and
     so by a code where a value is in the middle between two. Adding nothing of `x` keeps it from seeing that.
     """
-    return x / (jnp.expand_dims(divisor, axis) + 0 * x)
+    return x / ((divisor if axis is None else jnp.expand_dims(divisor, axis)) + 0 * x)
 
 
 def packed(codes: jax.Array, at: int, bits: int) -> jax.Array:

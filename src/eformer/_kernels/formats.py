@@ -26,6 +26,7 @@ Native backends name the rows they have decoders for.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Mapping
@@ -184,8 +185,11 @@ FORMATS: Mapping[str, Format] = MappingProxyType(_ROWS)
 
 
 def one_of(what: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
-        raise ValueError(f"{what}={value!r} is unknown; allowed values are {', '.join(map(repr, allowed))}.")
+    if value in list(allowed):
+        return
+    near = difflib.get_close_matches(str(value).lower(), [name for name in allowed if isinstance(name, str)], 1, 0.7)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{what}={value!r} is unknown; allowed values are {', '.join(map(repr, allowed))}.{hint}")
 
 
 def check_storage(

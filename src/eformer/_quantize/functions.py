@@ -76,7 +76,7 @@ def quantize(
     if mode == "nf4":
         q = ArrayNF4.quantize(w, group_size, axis=-1)
         return _words(unpack(q.packed, "nf4").reshape(w.shape), bits), q.absmax
-    groups = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, group_size)
+    groups = w.astype(jnp.float32).reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
     codes, *numbers = _affine(groups, bits) if mode == "affine" else _small_floats(groups, mode)
     numbers = [n.astype(w.dtype) for n in numbers] if mode == "affine" else numbers
     return _words(codes.reshape(w.shape), bits), *numbers
@@ -96,6 +96,7 @@ def as_array(
     group_size, bits = _sizes(mode, group_size, bits)
     if (mode == "affine") != (biases is not None):
         raise ValueError(f"mode={mode!r} {'needs biases' if mode == 'affine' else 'has no biases'}.")
+    w, scales = _arguments.as_array(w, "w"), _arguments.as_array(scales, "scales")
     if w.dtype != jnp.uint32 or w.ndim < 1 or w.shape[-1] * 32 % (group_size * bits):
         raise ValueError(
             f"w must be uint32 words along the last axis, {group_size * bits // 32} for every group of {group_size} "
@@ -107,10 +108,12 @@ def as_array(
         return ArrayInt.from_codes(codes, scales, bias=biases, **how)
     dtype = jnp.float32 if dtype is None else dtype
     if mode == "nf4":
-        blocks = codes.reshape(*codes.shape[:-1], -1, group_size)
+        blocks = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group_size, group_size)
         return ArrayNF4(pack(blocks, "nf4"), scales, group_size, axis=-1, dtype=dtype)
-    if mode == "nvfp4":
-        scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn) if scales.dtype == jnp.uint8 else scales
+    own = jnp.float8_e4m3fn if mode == "nvfp4" else jnp.float8_e8m0fnu
+    if scales.dtype not in (jnp.uint8, own):
+        raise TypeError(f"scales of mode={mode!r} must be uint8 or {jnp.dtype(own).name}, got {scales.dtype}.")
+    scales = lax.bitcast_convert_type(scales, own) if scales.dtype == jnp.uint8 else scales
     one = jnp.ones((), jnp.float32) if mode == "nvfp4" else None
     return ArrayFloat.from_codes(codes, scales, kind=mode, tensor_scale=one, axis=-1, dtype=dtype)
 
@@ -149,24 +152,28 @@ def quantized_matmul(
     >>> quantized_matmul(jnp.ones((4, 128)), *quantize(w)).shape
     (4, 32)
     """
-    q: Any = w
+    q, x = w, _arguments.as_array(x, "x")
     if not isinstance(w, ImplicitArray):
         if scales is None:
             raise TypeError("scales are missing; pass what quantize returned, or an array of as_array.")
-        q = as_array(w, scales, biases, group_size, bits, mode, x.dtype)
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None
+        q = as_array(w, scales, biases, group_size, bits, mode, dtype)
     return x @ (q.mT if transpose else q)
 
 
 def _sizes(mode: str, group_size: int | None, bits: int | None) -> tuple[int, int]:
     one_of("mode", mode, MODES)
     row = MODES[mode]
-    group_size, bits = row.groups[0] if group_size is None else group_size, row.bits[0] if bits is None else bits
-    for name, value, allowed in (("group_size", group_size, row.groups), ("bits", bits, row.bits)):
-        if value not in allowed:
-            raise ValueError(
-                f"{name}={value!r} is not allowed for mode={mode!r}: use {', '.join(map(str, sorted(allowed)))}."
-            )
-    return group_size, bits
+    return _allowed("group_size", mode, group_size, row.groups), _allowed("bits", mode, bits, row.bits)
+
+
+def _allowed(name: str, mode: str, value: Any, allowed: tuple[int, ...]) -> int:
+    value = allowed[0] if value is None else _arguments.as_index(value, name)
+    if value not in allowed:
+        raise ValueError(
+            f"{name}={value} is not allowed for mode={mode!r}: use {', '.join(map(str, sorted(allowed)))}."
+        )
+    return value
 
 
 # -- the formulas ------------------------------------------------------------------------------------------------------
@@ -216,7 +223,7 @@ def _unit(bits: int) -> tuple[int, int]:
 
 
 def _codes(words: jax.Array, bits: int) -> jax.Array:
-    stored = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
+    stored = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], 4 * words.shape[-1])
     values, size = _unit(bits)
     parts, found = [stored[..., i::size] for i in range(size)], []
     for value in range(values):
@@ -225,7 +232,7 @@ def _codes(words: jax.Array, bits: int) -> jax.Array:
         if first + bits > 8:
             code = code | parts[byte + 1] << np.uint8(8 - first)
         found.append(code & np.uint8(2**bits - 1))
-    return jnp.stack(found, -1).reshape(*words.shape[:-1], -1)
+    return jnp.stack(found, -1).reshape(*words.shape[:-1], words.shape[-1] * 32 // bits)
 
 
 def _words(codes: jax.Array, bits: int) -> jax.Array:
@@ -238,5 +245,5 @@ def _words(codes: jax.Array, bits: int) -> jax.Array:
             if -bits < shift < 8:
                 total = total | (part << np.uint8(shift) if shift >= 0 else part >> np.uint8(-shift))
         stored.append(total)
-    row = jnp.stack(stored, -1).reshape(*codes.shape[:-1], -1, 4)
+    row = jnp.stack(stored, -1).reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32, 4)
     return lax.bitcast_convert_type(row, jnp.uint32)

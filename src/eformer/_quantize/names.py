@@ -34,6 +34,8 @@ class QuantizationType(enum.StrEnum):
 # What other programs call a format, in lower case and without signs.
 _ALIASES = {"4bit": "nf4", "8bit": "int8", "1bit": "binary", "fp4": "mxfp4", "q40": "int4", "q80": "int8", "w8": "int8"}
 _ALIASES |= {"w4": "int4", "float8": "fp8", "float8e4m3fn": "fp8", "float8e4m3": "fp8", "float8e5m2": "fp8_e5m2"}
+_ALIASES |= {"fp8e4m3": "fp8", "e4m3": "fp8", "e5m2": "fp8_e5m2", "float4e2m1fn": "mxfp4", "iq4xs": "iq4_nl"}
+_ALIASES |= {"w4a16": "int4", "w8a16": "int8", "q41": "int4"}
 _ALIASES |= {"uint8": "int8", "uint4": "int4", "i8": "int8", "i4": "int4", "bitsandbytes": "nf4", "bnb": "nf4"}
 
 

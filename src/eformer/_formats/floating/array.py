@@ -232,8 +232,9 @@ class ArrayFloat(QuantizedArray):
 
         Args:
             codes: one per value, in the logical shape: bytes, floats of 8 bits, or for 4-bit kinds 0 to 15.
-            scale: of the same rank; along `axis` one entry per block. Bytes (or float8_e8m0fnu) are e8m0. For FP8 every
-                axis may have the logical size, size 1, or one entry per 128.
+            scale: of the same rank; along `axis` one entry per block. Bytes (or float8_e8m0fnu) are e8m0. For FP8 each
+                axis may have the logical size or size 1; or `axis` has one entry per 128, and the last of the other
+                axes may, too.
             kind: as for `quantize`.
             tensor_scale: NVFP4's, one number, or one for each matrix of a stack.
             axis: the axis blocks run along, by default the contracted one of `x @ w`.
@@ -252,6 +253,7 @@ class ArrayFloat(QuantizedArray):
         elif row.block is None and all(s in (1, n) for s, n in zip(scale.shape, codes.shape, strict=True)):
             return cls(codes, scale, kind=kind, dtype=dtype)
         at = _arguments.checked_axis(axis, codes.ndim)
+        scale = _fitted(scale, codes.shape, at, kind)
         stored = codec.pack(codes, axis=at, block=block, per_byte=row.per_byte)
         scales = [None if s is None else jnp.moveaxis(s, at, -1) for s in (scale, tensor_scale)]
         return cls(stored, *scales, kind=kind, axis=at, pad=-codes.shape[at] % block, dtype=dtype)
@@ -274,6 +276,25 @@ def _as_bytes(codes: Any, kind: str) -> jax.Array:
     return codes
 
 
+def _fitted(scale: jax.Array, shape: tuple[int, ...], axis: int, kind: str) -> jax.Array:
+    """The scale with one entry per block along the axis, where that of FP8 has one for all of them."""
+    row, wanted = codec.KINDS[kind], list(shape)
+    wanted[axis] = -(-shape[axis] // (row.block or codec.TILE))
+    tiled = list(wanted)
+    if row.block is None and len(shape) > 1:
+        last = -1 if axis != -1 else -2
+        tiled[last] = -(-shape[last] // codec.TILE)
+        own = [t if s == 1 and n != 1 else s for s, t, n in zip(scale.shape, tiled, shape, strict=True)]
+        scale = jnp.broadcast_to(scale, own)
+    if list(scale.shape) not in (wanted, tiled):
+        also = "" if tiled == wanted else f" or {tiled}"
+        raise ValueError(
+            f"a scale {list(scale.shape)} does not fit codes of {kind} {list(shape)} along axis {axis}: it must be "
+            f"{wanted}{also}."
+        )
+    return scale
+
+
 def _as_scale(scale: Any) -> jax.Array:
     scale = _arguments.as_array(scale, "scale")
     return lax.bitcast_convert_type(scale, jnp.uint8) if scale.dtype == jnp.float8_e8m0fnu else scale
@@ -289,6 +310,12 @@ def _check_storage(q: ArrayFloat) -> None:
     if codes.dtype != jnp.uint8 or not _is_scale(scale) or (whole is not None and not _is_scale(whole)):
         dtypes = ", ".join(str(a.dtype) for a in (codes, scale, whole) if a is not None)
         raise TypeError(f"{q.kind} takes codes of uint8, and scales that are floating or uint8 (e8m0); got {dtypes}.")
+    if scale.dtype == jnp.uint8 and row.scale not in ("e8m0", "f32"):
+        own = {"e4m3": "float8_e4m3fn", "f16": "float16"}[row.scale]
+        raise TypeError(
+            f"a scale of bytes is e8m0, which {q.kind} does not have; its own is {own}. If these are bytes of it, view "
+            f"them so: scale.view(jnp.{own})."
+        )
     if q.axis is None and row.block is None:
         fits = scale.ndim == codes.ndim and all(s in (1, n) for s, n in zip(scale.shape, codes.shape, strict=True))
         if not fits or whole is not None:

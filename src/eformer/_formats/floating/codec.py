@@ -78,7 +78,7 @@ def check_block_size(size: Any, kind: str) -> int | None:
     own = KINDS[kind].block
     if size is None and own is None:
         return None
-    size, fixed = _arguments.as_index(size, "block_size"), own or TILE
+    size, fixed = None if size is None else _arguments.as_index(size, "block_size"), own or TILE
     if size != fixed:
         has = f"blocks of {own}" if own else f"no blocks, or blocks of {TILE} × {TILE}"
         raise ValueError(f"block_size={size} is not allowed for {kind}, which has {has}. Leave it out, or use {fixed}.")
@@ -175,7 +175,7 @@ def _encode_blocks(blocks: jax.Array, absmax: jax.Array, whole: Any, row: Kind, 
         inverse = lax.bitcast_convert_type((254 - jnp.where(finite, exponent, 127)) << 23, jnp.float32)
         scaled = blocks * jnp.expand_dims(inverse, at + 1)
     elif row.scale == "e4m3":
-        scale = jnp.minimum(_divided(absmax, row.largest) / whole, 448).astype(_E4M3)
+        scale = jnp.minimum(_blocks.quotient(_divided(absmax, row.largest), whole), 448).astype(_E4M3)
         scale = jnp.where(finite, scale, jnp.array(jnp.nan, _E4M3))
         scaled = _unscaled(blocks, jnp.where(finite, scale.astype(jnp.float32) * whole, 0), at + 1)
     else:
@@ -289,7 +289,7 @@ def _padded(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _fp8(values: jax.Array, scale: jax.Array, row: Kind) -> jax.Array:
-    scaled = values / jnp.where(scale == 0, 1, scale)
+    scaled = _blocks.quotient(values, jnp.where(scale == 0, 1, scale))
     dtype = FORMATS[row.element].bits_of
     small = jnp.clip(scaled, -row.largest, row.largest)  # NaN stays
     infinite = jnp.isinf(values)

@@ -201,6 +201,8 @@ class ArrayInt(QuantizedArray):
         """
         bits = codec.check_bits(bits)
         codes = _checked_codes(codes, "codes", 2**bits - 1)
+        if codes.ndim == 0:
+            raise ValueError("codes are arrays of rank 1 or more, got a scalar.")
         axis = _arguments.checked_axis(axis, codes.ndim)
         size = codes.shape[axis]
         block_size = codec.whole_rows(size) if block_size is None else codec.check_block_size(block_size)
