@@ -34,7 +34,8 @@ def dynamic_update_slice(primitive: Any, q: QuantizedCache, update: Any, *starts
     zero = jnp.zeros((), starts[0].dtype)
 
     def write(part: Part, array: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(array, new, [*places, *[zero] * part.tail])
+        # Bind the operation: the function of that name would count a negative start from the end a second time.
+        return primitive.bind(array, new, *places, *[zero] * part.tail, **params)
 
     return _written(q, _stored(primitive, q, update, row), write)
 
