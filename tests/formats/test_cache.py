@@ -373,6 +373,20 @@ def test_sharded(kind: str, axis_type: Any):
     assert empty.packed.sharding.is_equivalent_to(cache.packed.sharding, empty.packed.ndim)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_in_shard_map(kind: str):
+    mesh, spec = jax.make_mesh((4, 2), ("a", "b")), P("a", None, "b")
+    plain, rows = filled(kind, (4, 8, 2, 40)), random((4, 1, 2, 40))
+
+    def write(cache: Any, rows: Any, i: Any) -> Any:
+        return lax.dynamic_update_slice(cache, rows, (0, i, 0, 0))
+
+    step = jax.shard_map(implicit(write), mesh=mesh, in_specs=(spec, spec, P()), out_specs=spec)
+    split = NamedSharding(mesh, spec)
+    after = jax.jit(step)(plain.with_sharding(split), jax.device_put(rows, split), 5)
+    check_write(plain, after.with_sharding(None), np.s_[:, 5:6], rows)
+
+
 def test_derivatives():
     cache, q = filled("int8"), random((2, 2, 3, 40))
     dense = cache.materialize()
