@@ -123,6 +123,8 @@ WRITES: dict[str, Any] = {
     "everything": (np.s_[:], lambda c, x: c.at[:].set(x)),
     "dynamic_update_slice": (np.s_[:, 2:4], lambda c, x: lax.dynamic_update_slice(c, x, (0, 2, 0, 0))),
     "clamped": (np.s_[:, 4:], lambda c, x: lax.dynamic_update_slice(c, x, (7, 9, 7, 7))),
+    "from the end": (np.s_[:, 3:5], lambda c, x: lax.dynamic_update_slice(c, x, (0, -3, 0, 0))),
+    "in front of the front": (np.s_[:, :2], lambda c, x: lax.dynamic_update_slice(c, x, (-3, -8, -4, -50))),
     "dynamic_update_index_in_dim": (np.s_[:, 1:2], lambda c, x: lax.dynamic_update_index_in_dim(c, x, 1, 1)),
 }
 
@@ -165,8 +167,9 @@ def test_any_slice(data: st.DataObject):
     lead = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     size = data.draw(st.sampled_from([8, 24, 64]))
     lengths = [data.draw(st.integers(1, n)) for n in lead]
-    starts = [data.draw(st.integers(0, n - m)) for n, m in zip(lead, lengths, strict=True)]
-    index = tuple(slice(a, a + m) for a, m in zip(starts, lengths, strict=True))
+    starts = [data.draw(st.integers(-3 * n, 3 * n)) for n in lead]
+    sizes = zip(starts, lead, lengths, strict=True)
+    index = tuple(slice(a, a + m) for a, m in ((np.clip(a + n * (a < 0), 0, n - m), m) for a, n, m in sizes))
     before, rows = filled(kind, (*lead, size), block_size=16), random((*lengths, size))
     check_write(before, before.at[index].set(rows), index, rows)
     put = implicit(lambda c, x: lax.dynamic_update_slice(c, x, (*starts, 0)))
@@ -368,6 +371,20 @@ def test_sharded(kind: str, axis_type: Any):
     np.testing.assert_allclose(out, attention(*map(np.asarray, (q, dense, dense))), rtol=1e-5, atol=1e-6)
     empty = QuantizedCache.zeros((4, 8, 2, 40), format=kind, sharding=NamedSharding(mesh, spec))
     assert empty.packed.sharding.is_equivalent_to(cache.packed.sharding, empty.packed.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_in_shard_map(kind: str):
+    mesh, spec = jax.make_mesh((4, 2), ("a", "b")), P("a", None, "b")
+    plain, rows = filled(kind, (4, 8, 2, 40)), random((4, 1, 2, 40))
+
+    def write(cache: Any, rows: Any, i: Any) -> Any:
+        return lax.dynamic_update_slice(cache, rows, (0, i, 0, 0))
+
+    step = jax.shard_map(implicit(write), mesh=mesh, in_specs=(spec, spec, P()), out_specs=spec)
+    split = NamedSharding(mesh, spec)
+    after = jax.jit(step)(plain.with_sharding(split), jax.device_put(rows, split), 5)
+    check_write(plain, after.with_sharding(None), np.s_[:, 5:6], rows)
 
 
 def test_derivatives():

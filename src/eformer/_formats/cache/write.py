@@ -34,7 +34,8 @@ def dynamic_update_slice(primitive: Any, q: QuantizedCache, update: Any, *starts
     zero = jnp.zeros((), starts[0].dtype)
 
     def write(part: Part, array: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(array, new, [*places, *[zero] * part.tail])
+        # What is negative here lies in front of the first row; whoever called has counted from the end already.
+        return lax.dynamic_update_slice(array, new, [*places, *[zero] * part.tail], allow_negative_indices=False)
 
     return _written(q, _stored(primitive, q, update, row), write)
 
