@@ -36,6 +36,18 @@ def whole_words(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.array(found, np.uint32).view("<i4")
 
 
+def words_of_planes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """32 codes in so many words: first one of their lowest 2 or 4 bits, then what is above these."""
+    low = 2 if bits == 3 else 4
+    found = [
+        words([code & (2**low - 1) for code in row[i : i + 32]], low)
+        + words([int(code) >> low for code in row[i : i + 32]], bits - low)
+        for row in codes
+        for i in range(0, len(row), 32)
+    ]
+    return np.array(found, np.uint32).view("<i4").reshape(len(codes), -1)
+
+
 def nibbles(codes: np.ndarray) -> np.ndarray:
     """Two codes a byte, the first one low."""
     return codes[..., ::2] | codes[..., 1::2] << 4
@@ -47,8 +59,9 @@ def repeated(x: np.ndarray, group: int, size: int, axis: int = -1) -> np.ndarray
 
 def gptq(
     rng: Any, *, bits: int = 4, group: int = 32, size: int = 96, out: int = 64, v2: bool = False, sym: bool = False,
-    act_order: bool = False, config: bool = True,
+    act_order: bool = False, config: bool = True, planes: bool = False,
 ) -> Made:  # fmt: skip
+    """`planes`: 'gptq_p', which has zero points as in version 2."""
     groups = -(-size // group)
     codes = rng.integers(0, 2**bits, (size, out), dtype=np.uint8)
     zeros = rng.integers(0, 2**bits, (groups, out), dtype=np.uint8)
@@ -58,17 +71,18 @@ def gptq(
     g_idx = np.arange(size) // group
     if act_order:
         g_idx = rng.permutation(g_idx)
+    pack = words_of_planes if planes and bits in (3, 5, 6) else rows_of_words
     below = zeros.astype(int) - 1  # of 0, this borrows from the next one in the word; of 3 bits, each wraps alone
     first = rows_of_words(below % 8, 3) if bits == 3 else whole_words(below, bits)
     tensors = {
-        "m.qweight": np.ascontiguousarray(rows_of_words(codes.T, bits).T),
-        "m.qzeros": rows_of_words(zeros, bits) if v2 else first,
+        "m.qweight": np.ascontiguousarray(pack(codes.T, bits).T),
+        "m.qzeros": pack(zeros, bits) if v2 or planes else first,
         "m.scales": scales,
         "m.g_idx": g_idx.astype(np.int32),
         "m.bias": np.ones(out, np.float16),
     }
     stated = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": act_order}
-    stated |= {"checkpoint_format": "gptq_v2"} if v2 else {}
+    stated |= {"checkpoint_format": "gptq_p" if planes else "gptq_v2"} if v2 or planes else {}
     values = (codes.astype(np.float32) - zeros[g_idx].astype(np.float32)) * scales[g_idx].astype(np.float32)
     return tensors, stated if config else {}, values.T.astype(np.float16)
 
@@ -140,9 +154,11 @@ def in_blocks(kind: str) -> Callable[..., Made]:
 
 def pack_quantized(
     rng: Any, *, bits: int = 4, group: int = 32, size: int = 96, out: int = 10, zeros: bool = False,
-    crossing: bool = True, act_order: bool = False, old: bool = False,
+    crossing: bool = True, act_order: bool = False, old: bool = False, tensor: bool = False,
 ) -> Made:  # fmt: skip
-    """`old`: as the first versions did, with zero points in a byte each, and -1 for rows that are in order."""
+    """`old`: as the first versions did, with zero points in a byte each, and -1 for rows that are in order.
+
+    `tensor`: one scale and one zero point, which is a byte in all versions."""
     groups = -(-size // group)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     codes = rng.integers(low, high, (out, size))
@@ -163,6 +179,12 @@ def pack_quantized(
         g_idx = rng.permutation(g_idx)
         tensors["m.weight_g_idx"] = g_idx.astype(np.int32)
     weights = {"num_bits": bits, "type": "int", "symmetric": not zeros, "strategy": "group", "group_size": group}
+    weights |= {"actorder": "group"} if act_order else {}
+    if tensor:
+        scales, points = scales[:1, :1], points[:1, :1]
+        g_idx = np.zeros(size, int)
+        tensors |= {"m.weight_scale": scales.reshape(1), "m.weight_zero_point": points.reshape(1).astype(np.int8)}
+        weights = {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "tensor"}
     stated = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -172,12 +194,16 @@ def pack_quantized(
     return tensors, stated, values.astype(ml_dtypes.bfloat16)
 
 
-def int_quantized(rng: Any, *, zeros: bool = False, groups: int = 1) -> Made:
+def int_quantized(rng: Any, *, zeros: bool = False, groups: int = 1, act_order: bool = False) -> Made:
     codes = rng.integers(-128, 128, (6, 64), dtype=np.int8)
     scale = np.abs(rng.standard_normal((6, groups))).astype(np.float32)
     points = rng.integers(-128, 128, (6, groups), dtype=np.int8) if zeros else np.zeros((6, groups), np.int8)
     tensors = {"m.weight": codes, "m.weight_scale": scale, **({"m.weight_zero_point": points} if zeros else {})}
-    values = (codes - repeated(points, 64 // groups, 64)) * repeated(scale, 64 // groups, 64)
+    g_idx = np.arange(64) // (64 // groups)
+    if act_order:
+        g_idx = rng.permutation(g_idx)
+        tensors["m.weight_g_idx"] = g_idx.astype(np.int32)
+    values = (codes - points.astype(np.float32)[:, g_idx]) * scale[:, g_idx]
     return tensors, {"quant_method": "compressed-tensors"}, values
 
 
@@ -189,16 +215,18 @@ def llm_int8(rng: Any) -> Made:
 
 def fp8(
     rng: Any, *, name: str = "weight_scale_inv", scale: tuple[int, ...] = (2, 3), out: int = 200, e5m2: bool = False,
-    e8m0: bool = False,
+    e8m0: bool = False, inverse: bool = False,
 ) -> Made:  # fmt: skip
+    """`inverse`: as GPTQModel stores it, what values were multiplied by before they were rounded."""
     codes = rng.standard_normal((out, 300)).astype(ml_dtypes.float8_e5m2 if e5m2 else ml_dtypes.float8_e4m3fn)
     scales = np.asarray(np.abs(rng.standard_normal(scale)), np.float32)
     stored = scales.astype(ml_dtypes.float8_e8m0fnu) if e8m0 else scales
-    scales = stored.astype(np.float32)
+    scales = 1 / stored.astype(np.float32) if inverse else stored.astype(np.float32)
     spread = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     if spread.shape[1:] == (3,):
         spread = repeated(repeated(spread, 128, 300), 128, out, 0)
-    return {"m.weight": codes, f"m.{name}": stored}, {"quant_method": "fp8"}, codes.astype(np.float32) * spread
+    stated = {"quant_method": "fp8", **({"weight_scale_semantics": "inverse"} if inverse else {})}
+    return {"m.weight": codes, f"m.{name}": stored}, stated, codes.astype(np.float32) * spread
 
 
 def mxfp4_experts(rng: Any) -> Made:

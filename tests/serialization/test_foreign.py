@@ -29,6 +29,7 @@ CASES: dict[str, Any] = {
     "gptq, 3 bits": lambda rng: made.gptq(rng, bits=3),
     "gptq, 24 outputs": lambda rng: made.gptq(rng, out=24),  # as many words of zero points as with 3 bits
     **{f"gptq, {b} bits": lambda rng, b=b: made.gptq(rng, bits=b, v2=b < 8) for b in (5, 6, 8)},
+    **{f"gptq, {b} bits in planes": lambda rng, b=b: made.gptq(rng, bits=b, planes=True) for b in (3, 4, 5, 6)},
     "gptq, one group": lambda rng: made.gptq(rng, group=96),
     "gptq, ragged": lambda rng: made.gptq(rng, group=64),
     "gptq, act order": lambda rng: made.gptq(rng, act_order=True),
@@ -48,10 +49,12 @@ CASES: dict[str, Any] = {
     "pack-quantized, one group": lambda rng: made.pack_quantized(rng, group=96, zeros=True),
     "pack-quantized, old": lambda rng: made.pack_quantized(rng, zeros=True, old=True),
     "pack-quantized, act order, zero points": lambda rng: made.pack_quantized(rng, zeros=True, act_order=True),
+    "pack-quantized, a zero point": lambda rng: made.pack_quantized(rng, tensor=True),
     "pack-quantized, act order": lambda rng: made.pack_quantized(rng, act_order=True),
     "int-quantized": lambda rng: made.int_quantized(rng),
     "int-quantized, zero points": lambda rng: made.int_quantized(rng, zeros=True),
     "int-quantized, groups": lambda rng: made.int_quantized(rng, groups=2),
+    "int-quantized, act order": lambda rng: made.int_quantized(rng, groups=2, zeros=True, act_order=True),
     **{
         f"{by} {kind}": lambda rng, kind=kind, by=by: made.in_blocks(kind)(rng, by=by)
         for kind, by in (("mxfp4", "compressed-tensors"), ("mxfp8", "compressed-tensors"),
@@ -61,6 +64,8 @@ CASES: dict[str, Any] = {
     "fp8, tensor": lambda rng: made.fp8(rng, name="weight_scale", scale=(1,)),
     "fp8, scalar": lambda rng: made.fp8(rng, name="weight_scale", scale=()),
     "fp8, rows": lambda rng: made.fp8(rng, name="weight_scale", scale=(200, 1)),
+    "fp8, inverse": lambda rng: made.fp8(rng, inverse=True),
+    "fp8, inverse, rows": lambda rng: made.fp8(rng, inverse=True, scale=(200,)),
     "fp8, exponents": lambda rng: made.fp8(rng, e8m0=True),
     "LLM.int8": made.llm_int8,
     "awq, one group": lambda rng: made.awq(rng, group=64),
@@ -71,7 +76,7 @@ CASES: dict[str, Any] = {
 
 CORE = ("gptq", "gptq, 3 bits", "gptq, act order", "awq", "mlx, 3 bits", "mlx mxfp4", "pack-quantized, zero points",
         "pack-quantized, ragged", "int-quantized, zero points", "compressed-tensors nvfp4", "fp8, tiles", "fp8, rows",
-        "mxfp4 experts")  # fmt: skip
+        "gptq, 5 bits in planes", "fp8, inverse", "pack-quantized, a zero point", "mxfp4 experts")  # fmt: skip
 
 
 def marked(cases: Any, core: Any) -> list[Any]:
@@ -110,6 +115,8 @@ def last(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x[..., :-1])
 
 
+# As older versions of compressed-tensors wrote it.
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "96x128"}
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a group beyond the last": ("gptq", {"g_idx": lambda g: g + 1}, r"'m\.g_idx'.*groups 1 to 3, but there are only 3"),
     "a negative group": ("gptq", {"g_idx": lambda g: g - 1}, r"'m\.g_idx'.*groups -1 to 1"),
@@ -175,6 +182,27 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "fp8, tiles",
         {"weight_scale_inv": last},
         r"'m\.weight_scale_inv'.*has one scale, 200, or \[2, 3\]",
+    ),
+    "stated blocks": ("fp8, tiles", {"config": {"config_groups": {"a": {"weights": BLOCKS}}}}, r"block of '96x128'"),
+    "scales of another kind": (
+        "fp8, inverse",
+        {"config": {"weight_scale_semantics": "log"}},
+        r"'m\.weight_scale_inv'.*weight_scale_semantics='log'",
+    ),
+    "planes of ragged outputs": (
+        "gptq, 24 outputs",
+        {"config": {"checkpoint_format": "gptq_p", "bits": 3, "group_size": 60}, "g_idx": None},
+        r"'m\.qweight'.*bits=3, with 128 inputs and 24 outputs; both",
+    ),
+    "5 bits of nobody": (
+        "gptq, 5 bits",
+        {"config": {"checkpoint_format": None, "quant_method": None}},
+        r"'m\.qweight'.*AutoRound.*GPTQModel.*'gptq_p'",
+    ),
+    "an order without the groups of inputs": (
+        "pack-quantized, act order",
+        {"weight_g_idx": None},
+        r"'m\.weight_packed'.*actorder='group', but weight_g_idx.*'config_groups': None",
     ),
     "stated tiles": ("fp8, tiles", {"config": {"weight_block_size": [64, 64]}}, r"block of \[64, 64\]"),
     "scales alone": ("fp8, tiles", {"weight": None}, r"'m\.weight_scale_inv'.*nothing.* beside it"),

@@ -130,6 +130,9 @@ CASES: dict[str, Any] = {
         made.gptq(seeded()), qweight="qweight", qzeros="qzeros", scales="scales", g_idx="g_idx", leaf="weight"
     ),
     "quark": lambda: turned_names(MX(seeded(), by="quark")),
+    "experts of DeepSeek-V4": lambda: turned_names(
+        in_int8(MX(seeded(), by="quark")), weight="e.0.w1.weight", weight_scale="e.0.w1.scale", leaf="e.0.w1.weight"
+    ),
     "mxfp8, e8m0": lambda: several(m=e8m0(made.in_blocks("mxfp8")(seeded(), by="compressed-tensors"))),
     "gpt-oss of OpenAI": lambda: turned_names(
         made.mxfp4_experts(seeded()), weight_blocks="b.w.blocks", weight_scales="b.w.scales", leaf="b.w"
@@ -146,6 +149,11 @@ CASES: dict[str, Any] = {
     "experts: nvfp4": lambda: nvfp4_experts(turned=False),
     "experts: nvfp4, (in, out)": lambda: nvfp4_experts(turned=True),
 }
+
+
+def in_int8(case: Any) -> Any:
+    tensors, stated, values = e8m0(case)
+    return {**tensors, "m.weight": tensors["m.weight"].view(np.int8)}, stated, values
 
 
 def e8m0(case: Any) -> Any:
@@ -244,6 +252,16 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str]] = {
         {"q.weight": ones(F8, 8, 8), "q.weight_scale": ones("f4", 8), "q.weight_scale_inv": ones("f4", 8)},
         {},
         r"'q\.weight_scale': is float32\[8\], part of a quantized weight",
+    ),
+    "zero points beside FP8": (
+        {"q.weight": ones(F8, 8, 8), "q.weight_scale": ones("f4", 8), "q.weight_zp": ones("f4", 8)},
+        {"quant_method": "auto-round"},
+        r"'q\.weight_zp': is float32\[8\] beside 'q\.weight', which is read without it.*auto-round",
+    ),
+    "a second scale": (
+        {"q.weight": ones(F8, 8, 8), "q.weight_scale": ones("f4", 8), "q.weight_scale_outer": ones("f4", 1)},
+        {},
+        r"'q\.weight_scale_outer'.*read without it",
     ),
     "experts with other scales": (
         {"e.up": ones(F8, 3, 8, 8), "e.up_scale_inv": ones("f4", 2, 1, 1)},

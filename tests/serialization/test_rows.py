@@ -26,6 +26,8 @@ CASES: dict[str, tuple[Any, int]] = {
     "gptq, act order": (lambda rng: made.gptq(rng, out=128, act_order=True), 16),
     "gptq, act order, square": (lambda rng: made.gptq(rng, size=128, out=128, act_order=True), 16),
     "gptq, 3 bits": (lambda rng: made.gptq(rng, out=128, bits=3), 1),  # zero points cross words
+    "gptq, planes": (lambda rng: made.gptq(rng, out=512, bits=6, planes=True), 1),
+    "gptq, 4 bits in planes": (lambda rng: made.gptq(rng, out=128, bits=4, planes=True), 16),
     "gptq, 8 bits": (lambda rng: made.gptq(rng, out=128, bits=8), 32),
     "gptq, 2 bits": (lambda rng: made.gptq(rng, out=128, bits=2, group=16), 8),
     "gptq, 8 outputs": (lambda rng: made.gptq(rng, out=8), 1),  # all zero points in one word

@@ -17,7 +17,7 @@ from ..safetensors.reading import open_regular
 READ = (
     "bits", "w_bit", "group_size", "q_group_size", "quant_method", "method", "checkpoint_format", "format", "desc_act",
     "sym", "version", "mode", "weight_block_size", "config_groups", "dynamic", "packing_format", "backend",
-    "extra_config", "data_type", "dtype",
+    "extra_config", "data_type", "dtype", "weight_scale_semantics",
 )  # fmt: skip
 # Where it is; a later one, which MLX writes, adds to what an earlier one says.
 CONFIG_KEYS = ("compression_config", "quantization_config", "quantization")

@@ -177,7 +177,7 @@ def compressed_tensors(q: Any, name: str) -> tuple[Stored, Note]:
     note = _note(
         "pack-quantized", q.bits, "int", "channel" if group == size else "group", group if group < size else None
     )
-    return stored, {**note, "symmetric": zero is None}
+    return stored, {**note, "symmetric": zero is None, **({} if order is None else {"actorder": "group"})}
 
 
 # The name of the format, how its scales are shared, and their type.

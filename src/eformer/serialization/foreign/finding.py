@@ -20,6 +20,8 @@ _COMMON = {"", ".weight", ".scale", ".scales", ".biases", "_scale", "_scales"}
 _COMPANIONS = sorted({s for scheme in SCHEMES for s in scheme.suffixes} - _COMMON, key=len, reverse=True)
 # What values of few bits are multiplied by; what activations are, is no part of a weight.
 _SCALE = re.compile(r"(?!.*(input|activation|act_|_act$)).*(scal(e|ing)|absmax).*")
+# What the values of a weight that is read would depend on as well.
+_MORE = re.compile(r"(weight_?)?(zp|zeros?|zero_points?|offsets?)|weight_.*scal(e|ing).*")
 # Values of few bits, which beside a scale are codes. Indices of 64 bits and masks are none.
 _NARROW = re.compile(r"u?int(8|16|32)|float8.*|float4.*")
 RAW = "`eformer.open_lazy` gives the stored tensors as they are."
@@ -57,7 +59,14 @@ def find_weights(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> dic
             what = f"is {text_of(entries[leaf])}, a dense weight, and {codes!r} is the same one, quantized."
             raise CheckpointError(what, tensor=leaf, fix=f"Delete one of the two. {RAW}")
     owned = {tensor for weight in found.values() for tensor in weight.tensors.values()}
-    _check_complete({name: entry for name, entry in entries.items() if name not in owned}, entries, config)
+    stems = {weight.stem: leaf for leaf, weight in found.items() if leaf}
+    left = {name: entry for name, entry in entries.items() if name not in owned}
+    _check_complete(left, entries, config)
+    for name in left:
+        stem, _, part = name.rpartition(".")
+        if stem in stems and _MORE.fullmatch(part):
+            what = f"is {text_of(entries[name])} beside {stems[stem]!r}, which is read without it: a layout of its own."
+            raise CheckpointError(what + words_of(config), tensor=name, fix=CONVERT)
     return found
 
 

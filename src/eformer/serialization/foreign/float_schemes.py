@@ -11,7 +11,7 @@ from eformer._formats.floating.array import ArrayFloat
 
 from ..safetensors.header import Entry
 from . import layouts
-from .scheme import FLOATS, Config, Parts, Read, Scheme, expect, text_of, wrong
+from .scheme import FLOATS, Config, Parts, Read, Scheme, expect, text_of, weight_groups, wrong
 
 _FP8 = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m2"}
 _E8M0 = ("uint8", "float8_e8m0fnu")
@@ -30,10 +30,6 @@ def fp8(codes: str, suffix: str, leaf: str | None = None) -> Scheme:
         *lead, rows, size = stored.shape
         tiles = (*lead, -(-rows // _TILE), -(-size // _TILE))
         one = (1,) * len(stored.shape)
-        stated = config.get("weight_block_size")
-        if stated not in (None, [_TILE, _TILE]) and min(scale.shape[len(lead) :], default=1) > 1:
-            what = f"has a scale per block of {stated!r:.50}; only [{_TILE}, {_TILE}] is read."
-            raise wrong(suffix, what, "Decode it with the program that made it, and quantize that.")
         # The shapes a scale may have, and those they stand for.
         whole, outputs, inputs = (*lead, 1, 1), (*lead, rows, 1), (*lead, 1, size)
         allowed = {(*lead,): whole, (*lead, rows): outputs, whole: whole, outputs: outputs, tiles: tiles}
@@ -42,16 +38,43 @@ def fp8(codes: str, suffix: str, leaf: str | None = None) -> Scheme:
             each = " for each matrix" if lead else ""
             what = f"is {text_of(scale)}, but a weight {text_of(stored)} has one scale, {rows}, or {list(tiles)}{each}."
             raise wrong(suffix, what, "Where there are more, decode it with the program that made it.")
+        shape = allowed[scale.shape]
+        other = [b for b in _stated_blocks(config) if not _as_tiles(b, (rows, size))]
+        if shape == tiles and shape not in (whole, outputs, inputs) and other:
+            what = f"has a scale per block of {other[0]!r:.50}; only [{_TILE}, {_TILE}] is read."
+            raise wrong(suffix, what, "Decode it with the program that made it, and quantize that.")
+        meant = config.get("weight_scale_semantics", "")
+        if suffix.endswith("_inv") and meant not in ("", "inverse"):
+            raise wrong(suffix, f"is of weight_scale_semantics={meant!r:.50}, which is unknown; 'inverse' is read.")
         # The first axis may come in pieces.
-        numbers = {"codes": codes, "scale": suffix, "shape": (-1, *allowed[scale.shape][1:])}
-        return {**numbers, "kind": _FP8[stored.dtype.name]}
+        numbers = {"codes": codes, "scale": suffix, "shape": (-1, *shape[1:]), "kind": _FP8[stored.dtype.name]}
+        return {**numbers, "inverse": suffix.endswith("_inv") and meant == "inverse"}
 
     needs = {codes: tuple(_FP8), suffix: (*FLOATS, _E8M0[1])}
     return Scheme("fp8", "fp8", needs, plan, _make_fp8, ndim=0, leaf=codes if leaf is None else leaf)
 
 
-def _make_fp8(arrays: Any, *, codes: str, scale: str, kind: str, shape: tuple[int, ...], dtype: str) -> Any:
-    return ArrayFloat.from_codes(arrays[codes], arrays[scale].reshape(shape), kind=kind, axis=-1, dtype=dtype)
+def _stated_blocks(config: Config) -> list[Any]:
+    """How many (out, in) share a scale, where the configuration says that."""
+    groups = [group.get("block_structure") for group in weight_groups(config)]
+    return [block for block in (config.get("weight_block_size"), *groups) if block is not None]
+
+
+def _as_tiles(block: Any, shape: tuple[int, int]) -> bool:
+    """Do blocks of this size cut a matrix as tiles do?"""
+    sizes = block.split("x") if isinstance(block, str) else block  # older compressed-tensors: "128x128"
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or not all(str(n).isdigit() and int(n) for n in sizes):
+        return False
+    pairs = zip(map(int, sizes), shape, strict=True)
+    return all(n == _TILE or size <= min(n, _TILE) for n, size in pairs)
+
+
+def _make_fp8(
+    arrays: Any, *, codes: str, scale: str, kind: str, shape: tuple[int, ...], inverse: bool, dtype: str
+) -> Any:
+    factor = arrays[scale].reshape(shape)
+    factor = 1 / factor.astype(jnp.float32) if inverse else factor  # what GPTQModel multiplied by before it rounded
+    return ArrayFloat.from_codes(arrays[codes], factor, kind=kind, axis=-1, dtype=dtype)
 
 
 # -- blocks with a scale each ------------------------------------------------------------------------------------------
@@ -69,7 +92,7 @@ def in_blocks(
 
     def fits(parts: Parts) -> bool:
         """Where dtypes do not tell the kinds apart, the number of scales does."""
-        return dtype == "uint8" or parts[scales].shape[-1:] == (count(parts[codes]),)
+        return dtype in ("uint8", "int8") or parts[scales].shape[-1:] == (count(parts[codes]),)
 
     def plan(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         stored, lead = parts[codes], parts[codes].shape[:-2]
@@ -144,6 +167,7 @@ SCHEMES = (
     in_blocks("modelopt", "nvfp4", ".weight", "uint8", _SCALE, _E4M3, ".weight_scale_2"),
     in_blocks("modelopt", "nvfp4", "", "uint8", "_weight_scale", _E4M3, "_weight_scale_2", ndim=3),
     in_blocks("quark", "mxfp4", ".weight", "uint8", _SCALE, _E8M0),
+    in_blocks("fp8", "mxfp4", ".weight", "int8", ".scale", _E8M0[1:]),  # experts of DeepSeek-V4
     *(in_blocks("mlx", kind, ".weight", "uint32", ".scales", ("uint8",)) for kind in _BLOCKS),
     *(mxfp4_experts(f"{dot}blocks", f"{dot}scales") for dot in "_."),
 )

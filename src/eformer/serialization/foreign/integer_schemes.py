@@ -34,6 +34,7 @@ from .scheme import (
     has_patterns,
     number,
     text_of,
+    weight_groups,
     wrong,
 )
 
@@ -81,14 +82,26 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         raise wrong(".qweight", what, "Fetch all files, or pass quantization={'desc_act': False} if rows are in order.")
     order = row_order(parts, ".g_idx", size, group or size, groups, read)
     version = config.get("checkpoint_format", config.get("format", "gptq"))
-    if version not in ("gptq", "gptq_v2"):
-        fix = "Allowed are 'gptq' (zero points stored minus 1) and 'gptq_v2' (as they are). Convert others first."
-        raise wrong(".qzeros", f"is of checkpoint_format={version!r:.50}, whose layout is unknown.", fix)
+    if version not in ("gptq", "gptq_v2", "gptq_p"):
+        fix = "Allowed are 'gptq' (zero points stored minus 1), 'gptq_v2' (as they are) and 'gptq_p' (so, and codes in "
+        raise wrong(
+            ".qzeros",
+            f"is of checkpoint_format={version!r:.50}, whose layout is unknown.",
+            f"{fix}planes of bits). Convert others first.",
+        )
+    if bits in (5, 6) and not {"checkpoint_format", "format", "quant_method", "method"} & set(config):
+        what = f"has codes of {bits} bits, which AutoRound packs one after the other and GPTQModel in planes of bits."
+        fix = "Pass quantization={'checkpoint_format': 'gptq'}, 'gptq_v2' or 'gptq_p': as its quantization config says."
+        raise wrong(".qweight", what, fix)
+    planes = version == "gptq_p" and bits in layouts.PLANES
+    if planes and (size % 32 or out % 32):
+        what = f"is of checkpoint_format='gptq_p', bits={bits}, with {size} inputs and {out} outputs"
+        raise wrong(".qweight", f"{what}; both must be multiples of 32.")
     zeros_are = {"minus": 1 if version == "gptq" else 0, "assumed": not {"checkpoint_format", "format"} & set(config)}
     symmetric = config.get("sym") is True
     if symmetric and loose:  # its zero points know
-        symmetric = _zero_points(read(".qzeros"), bits, out, zeros_are["minus"]) == [2 ** (bits - 1)]
-    return {"bits": bits, "group": group, "symmetric": symmetric, "order": order, **zeros_are}
+        symmetric = _zero_points(read(".qzeros"), bits, out, zeros_are["minus"], planes) == [2 ** (bits - 1)]
+    return {"bits": bits, "group": group, "symmetric": symmetric, "order": order, "planes": planes, **zeros_are}
 
 
 def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, read: Read) -> np.ndarray | None:
@@ -113,25 +126,31 @@ def row_order(parts: Parts, suffix: str, size: int, group: int, groups: int, rea
     return order
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "out", "minus"))
-def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int) -> Any:
+@functools.partial(jax.jit, static_argnames=("bits", "out", "minus", "planes"))
+def _gptq_zeros(zeros: Any, bits: int, out: int, minus: int, planes: bool) -> Any:
     """z - 1 was stored. GPTQModel subtracts from whole words, where 0 borrows from the next field, but of 3 bits."""
     if minus and 32 % bits == 0:
         zeros, minus = layouts.unsigned(zeros) + np.uint32(0xFFFFFFFF // (2**bits - 1)), 0
-    codes = layouts.bit_stream(zeros, bits)[:, :out]
+    codes = _gptq_codes(planes)(zeros, bits)[:, :out]
     return (codes + np.uint8(minus)) & np.uint8(2**bits - 1)
 
 
-def _zero_points(stored: Any, bits: int, out: int, minus: int) -> list[int]:
+def _gptq_codes(planes: bool) -> Any:
+    return layouts.bit_planes if planes else layouts.bit_stream
+
+
+def _zero_points(stored: Any, bits: int, out: int, minus: int, planes: bool) -> list[int]:
     """Those that there are, without repetition."""
-    return np.unique(np.asarray(_gptq_zeros(stored, bits, out, minus))).tolist()
+    return np.unique(np.asarray(_gptq_zeros(stored, bits, out, minus, planes))).tolist()
 
 
-def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, assumed: bool, symmetric: bool, **_: Any) -> None:
+def _check_gptq(
+    arrays: Mapping[str, Any], *, bits: int, minus: int, planes: bool, assumed: bool, symmetric: bool, **_: Any
+) -> None:
     if not (symmetric or assumed):
         return
     middle = 2 ** (bits - 1)
-    found = _zero_points(arrays[".qzeros"], bits, arrays[".scales"].shape[1], minus)
+    found = _zero_points(arrays[".qzeros"], bits, arrays[".scales"].shape[1], minus, planes)
     if not symmetric and found == [middle + 1]:
         raise wrong(
             ".qzeros",
@@ -149,12 +168,12 @@ def _check_gptq(arrays: Mapping[str, Any], *, bits: int, minus: int, assumed: bo
 
 
 def _make_gptq(
-    arrays: Any, *, bits: int, group: Any, minus: int, symmetric: bool, order: Any, dtype: str, **_: Any
+    arrays: Any, *, bits: int, group: Any, minus: int, planes: bool, symmetric: bool, order: Any, dtype: str, **_: Any
 ) -> Any:
-    codes, scale = layouts.along(layouts.bit_stream, arrays[".qweight"], bits, 0), arrays[".scales"]
+    codes, scale = layouts.along(_gptq_codes(planes), arrays[".qweight"], bits, 0), arrays[".scales"]
     if order is not None:
         codes = codes[order]
-    zero = None if symmetric else _gptq_zeros(arrays[".qzeros"], bits, scale.shape[1], minus).T
+    zero = None if symmetric else _gptq_zeros(arrays[".qzeros"], bits, scale.shape[1], minus, planes).T
     made = integers(codes.T, scale.T, zero=zero, bits=bits, block_size=group, dtype=dtype)
     return permuted(made, order)
 
@@ -244,22 +263,33 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         raise wrong(".weight_packed", f"{what}{f'; config_groups says {numbers[:8]}' * bool(numbers)}.", fix)
     (bits, stream), groups = ways[-1], shape[1]
     if ".weight_zero_point" in parts:
-        unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them
-        lines = rows if unpacked else words(rows, bits, stream)
-        expect(parts, ".weight_zero_point", (lines, groups), f"{rows} rows of {groups} zero points")
+        unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them, and all that of a tensor
+        if not unpacked or shape[0] == rows:
+            lines = rows if unpacked else words(rows, bits, stream)
+            expect(parts, ".weight_zero_point", (lines, groups), f"{rows} rows of {groups} zero points")
+        else:
+            expect(parts, ".weight_zero_point", scales.shape, "one for each scale")
     sizes = [s for s in (g.get("group_size") for g in stated) if type(s) is int and s > 0]
     sizes = [s for s in sizes if -(-size // s) == groups] or sizes[:1]
     group = group_size(sizes[0] if sizes else None, size, groups, ".weight_scale")
-    in_order = ".weight_g_idx" in parts and bool((read(".weight_g_idx") == -1).all())  # its way to say so
-    order = None if in_order else row_order(parts, ".weight_g_idx", size, group or size, groups, read)
+    order = _group_order(parts, stated, ".weight_packed", size, group, groups, read)
     return {"bits": bits, "stream": stream, "size": size, "group": group, "order": order}
 
 
-def weight_groups(config: Config) -> list[Mapping[str, Any]]:
-    """What `config_groups` says of weights."""
-    groups = config.get("config_groups")
-    found = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    return [weights for weights in found if isinstance(weights, dict)]
+def _group_order(
+    parts: Parts, stated: list[Any], codes: str, size: int, group: int | None, groups: int, read: Read
+) -> np.ndarray | None:
+    """As `row_order`. -1 everywhere is its way to say that the inputs are in order."""
+    if ".weight_g_idx" not in parts:
+        if group is not None and stated and all(g.get("actorder") in ("group", "dynamic", True) for g in stated):
+            what = (
+                "was made with actorder='group', but weight_g_idx, which says the group of every input, is not there."
+            )
+            fix = "Fetch all files, or pass quantization={'config_groups': None} if the inputs are in order."
+            raise wrong(codes, what, fix)
+        return None
+    in_order = bool((read(".weight_g_idx") == -1).all())
+    return None if in_order else row_order(parts, ".weight_g_idx", size, group or size, groups, read)
 
 
 def _make_packed(arrays: Any, *, bits: int, stream: bool, size: int, group: Any, order: Any, dtype: str) -> Any:
@@ -269,6 +299,7 @@ def _make_packed(arrays: Any, *, bits: int, stream: bool, size: int, group: Any,
     zero = arrays.get(".weight_zero_point")
     if zero is not None and zero.dtype == jnp.int8:
         zero = layouts.unsigned(zero + np.int8(-(2 ** (bits - 1)))) & np.uint8(2**bits - 1)
+        zero = jnp.broadcast_to(zero, (rows, zero.shape[1] if zero.ndim == 2 else 1))
     elif zero is not None:
         zero = layouts.along(unpack, zero, bits, 0)[:rows]
     scale = arrays[".weight_scale"]
@@ -283,18 +314,20 @@ def _plan_int8(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         raise wrong(".weight_scale", f"is {text_of(scale)}, which does not fit weights {[rows, size]}.")
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     expect(parts, ".weight_zero_point", scale.shape, "one for each scale")
-    return {"group": group_size(config.get("group_size"), size, groups, ".weight_scale"), "groups": groups}
+    group = group_size(config.get("group_size"), size, groups, ".weight_scale")
+    order = _group_order(parts, weight_groups(config), ".weight", size, group, groups, read)
+    return {"group": group, "groups": groups, "order": order}
 
 
-def _make_int8(arrays: Any, *, group: Any, groups: int, dtype: str) -> Any:
+def _make_int8(arrays: Any, *, group: Any, groups: int, order: Any, dtype: str) -> Any:
     weight, zero = arrays[".weight"], arrays.get(".weight_zero_point")
-    rows = weight.shape[0]
+    rows, weight = weight.shape[0], weight if order is None else weight[:, order]
     scale = jnp.broadcast_to(arrays[".weight_scale"].reshape(-1, groups), (rows, groups))
     if group is None and zero is None:
         return Array8B(scale, weight, dtype=jnp.dtype(dtype))
     if zero is not None:
         zero = jnp.broadcast_to(_shifted(zero).reshape(-1, groups), (rows, groups))
-    return integers(_shifted(weight), scale, zero=zero, bits=8, block_size=group, dtype=dtype)
+    return permuted(integers(_shifted(weight), scale, zero=zero, bits=8, block_size=group, dtype=dtype), order)
 
 
 def _shifted(codes: Any) -> Any:
@@ -342,5 +375,5 @@ SCHEMES = (
     Scheme("mlx", "mlx", _MLX, _plan_mlx, _make_mlx, ndim=0),
     Scheme("pack-quantized", _CT, _PACKED, _plan_packed, _make_packed, _SORTED),
     Scheme("LLM.int8", "bitsandbytes", _LLM_INT8, _plan_llm_int8, _make_llm_int8, {".weight_format": ("uint8",)}),
-    Scheme("int-quantized", _CT, _INT8, _plan_int8, _make_int8, {".weight_zero_point": ("int8",)}),
+    Scheme("int-quantized", _CT, _INT8, _plan_int8, _make_int8, {**_SORTED, ".weight_zero_point": ("int8",)}),
 )

@@ -47,6 +47,20 @@ def bit_stream(words: jax.Array, bits: int) -> jax.Array:
     return fields.astype(jnp.uint8).reshape(*words.shape[:-1], -1)[..., :count]
 
 
+# How many bits of every code each plane holds, the lowest first. Other numbers of bits have one plane: whole fields.
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
+
+
+def bit_planes(words: jax.Array, bits: int) -> jax.Array:
+    """GPTQModel's 'gptq_p': 32 codes in every `bits` words of the last axis, their low bits before their high ones."""
+    groups = words.reshape(*words.shape[:-1], -1, bits)
+    codes, place = jnp.zeros((*groups.shape[:-1], 32), jnp.uint8), 0
+    for width in PLANES[bits]:
+        codes |= word_fields(groups[..., place : place + width], width) << place
+        place += width
+    return codes.reshape(*words.shape[:-1], -1)
+
+
 def along(unpack: Any, words: jax.Array, bits: int, axis: int) -> jax.Array:
     """`unpack` along another axis than the last."""
     return jnp.moveaxis(unpack(jnp.moveaxis(words, axis, -1), bits), -1, axis)

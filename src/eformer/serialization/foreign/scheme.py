@@ -109,6 +109,13 @@ def has_patterns(config: Config) -> bool:
     return bool(config.get("dynamic") or config.get("extra_config"))
 
 
+def weight_groups(config: Config) -> list[Mapping[str, Any]]:
+    """What `config_groups` says of weights."""
+    groups = config.get("config_groups")
+    found = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    return [weights for weights in found if isinstance(weights, dict)]
+
+
 def group_size(stated: Any, size: int, groups: int, suffix: str, loose: bool = False) -> int | None:
     """How many values share a scale: what is stated, which must fit unless `loose`, else equal groups; None for whole
     rows."""
