@@ -222,11 +222,9 @@ def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | Non
     elif isinstance(cache, list):
         if len(cache) != len(layers):
             raise ValueError(f"the cache is one of {len(cache)} layers, the model has {len(layers)}.")
-        filled: list[Any] = []
-        for number, (weights, own) in enumerate(zip(layers, cache, strict=True)):
-            x, own = _layer(config, weights, x, own, None, number, places)
-            filled.append(own)
-        cache = filled
+        cache = [*cache]
+        for number, weights in enumerate(layers):
+            x, cache[number] = _layer(config, weights, x, cache[number], None, number, places)
     else:
         for number, weights in enumerate(layers):
             x, cache = _layer(config, weights, x, cache, number, number, places)
