@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eformer._formats.words import bit_stream, to_words
 from eformer.ops.quantization import Array8B, ArrayInt, ArrayNF4, functions
 
 GOLD = dict(np.load(Path(__file__).parent / "golden" / "mlx.npz"))
@@ -27,13 +28,13 @@ def test_affine_is_that_of_mlx_bit_for_bit() -> None:
     for case in AFFINE:
         _, dtype, bits, group = case.split("-")
         w = jnp.asarray(GOLD["w"]).astype(dtype)
-        words, scales, biases = functions.quantize(w, int(group), int(bits))
-        np.testing.assert_array_equal(words, GOLD[f"{case}-q"], case, strict=True)
+        codes, scales, biases = functions.quantize(w, int(group), int(bits))
+        np.testing.assert_array_equal(codes, GOLD[f"{case}-q"], case, strict=True)
         assert scales.dtype == biases.dtype == dtype
         np.testing.assert_array_equal(scales.astype(jnp.float32), GOLD[f"{case}-s"], case, strict=True)
         np.testing.assert_array_equal(biases.astype(jnp.float32), GOLD[f"{case}-b"], case, strict=True)
         if dtype == "float32":
-            dense = functions.dequantize(words, scales, biases, int(group), int(bits))
+            dense = functions.dequantize(codes, scales, biases, int(group), int(bits))
             np.testing.assert_array_equal(dense, GOLD[f"{case}-d"], case, strict=True)
 
 
@@ -150,3 +151,16 @@ def test_what_is_multiplied_may_be_numbers_of_any_kind() -> None:
         np.testing.assert_allclose(
             functions.quantized_matmul(x, *stored), np.asarray(x, np.float32) @ dense.T, rtol=1e-5
         )  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_codes_in_words_are_a_row_of_bits(bits: int) -> None:
+    """Of any length, against NumPy's own bits."""
+    for size in (1, 7, 16, 21, 32, 45, 96):
+        codes = RNG.integers(0, 2**bits, (3, size), dtype=np.uint8)
+        stream = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :bits].reshape(3, -1)
+        stream = np.pad(stream, ((0, 0), (0, -stream.shape[-1] % 32)))
+        expected = np.packbits(stream, axis=-1, bitorder="little").view("<u4")
+        found = to_words(jnp.asarray(codes), bits)
+        np.testing.assert_array_equal(found, expected, strict=True)
+        np.testing.assert_array_equal(bit_stream(found, bits)[:, :size], codes, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .cases import FORMATS, FORMS, Case, make_case, relative_error
+from .hlo_cases import mesh_of
 
 ROWS, COLS, M = 64, 256, 8
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
-
-
-def mesh_of(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
 
 
 def put(mesh: jax.sharding.Mesh, case: Case, x: np.ndarray, x_spec: P, codes_spec: P) -> list[jax.Array]:

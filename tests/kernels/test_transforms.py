@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,6 @@ from jax import export
 from .cases import FORMATS, FORMS, make_case, relative_error
 
 ROWS, COLS, M = 24, 72, 3
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 def pair(rng: np.random.Generator, fmt: str, form: str = "dot"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,6 @@ from .cases import FORMATS, FORMS, SCALES, make_case, relative_error
 IMPLEMENTATIONS = ("xla", "reference")
 SHAPES = ((1, 1), (3, 130), (70, 33), (257, 66), (40, 515))
 ODD_M = (1, 2, 7, 16, 33)
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 def random_x(rng: np.random.Generator, case, form: str, m: int, *, batch=()) -> np.ndarray:

@@ -214,7 +214,6 @@ class _Table:
             what = f"the statistics have nothing of {unknown[0]!r}{more}: the error of its weights counts instead."
             warnings.warn(what, CalibrationWarning, stacklevel=4)
         self.weights = dict.fromkeys((row.path for row in self.rows), 1.0)
-        self.all_paths = [leaf.path for leaf in self.tree.leaves]
 
     @property
     def ends(self) -> tuple[int, int]:

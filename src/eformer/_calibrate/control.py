@@ -90,16 +90,16 @@ class Body:
         number, _, stack = key
         return products.zeros(self.keys[key], self.sources[number].split_by(stack))
 
-    def finish(self, key: Key, sums: Sums) -> None:
-        """Hand the sums of one use to the leaves outside."""
-        number, axes, stack = key
-        shift = int(self.sliced[number])
-        batch = [*([0] if shift else []), *(axis + shift for axis in stack)]
-        for view in self.shown[number].views:
-            try:
-                self.outer.add(view, batch, [axis + shift for axis in axes], sums)
-            except _NotFollowed as why:
-                self.outer.note(self.outer.unseen, Tracked(None, (view,)), str(why))
+    def finish(self, keys: Sequence[Key], sums: Sequence[Sums]) -> None:
+        """Hand the sums of these uses to the leaves outside."""
+        for (number, axes, stack), one in zip(keys, sums, strict=True):
+            shift = int(self.sliced[number])
+            batch = [*([0] if shift else []), *(axis + shift for axis in stack)]
+            for view in self.shown[number].views:
+                try:
+                    self.outer.add(view, batch, [axis + shift for axis in axes], one)
+                except _NotFollowed as why:
+                    self.outer.note(self.outer.unseen, Tracked(None, (view,)), str(why))
 
 
 def _as_source(frame: Frame, tracked: Tracked) -> Source:
@@ -150,8 +150,7 @@ def _scan(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, A
     options = {k: params[k] for k in ("reverse", "unroll", "_split_transpose") if k in params}
     start = carry, [body.start(key) for key in summed]
     (carry, sums), (ys, parts) = lax.scan(step, start, xs, length=params["length"], **options)
-    for key, one in zip([*summed, *stacked], [*sums, *parts], strict=True):
-        body.finish(key, one)
+    body.finish([*summed, *stacked], [*sums, *parts])
     return [*carry, *ys]
 
 
@@ -181,8 +180,7 @@ def _while(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, 
         return jaxprs.jaxpr_function(params["cond_jaxpr"])(*cond_consts, *state[0])[0]
 
     carry, sums = lax.while_loop(go_on, step, (carry, [body.start(key) for key in keys]))
-    for key, one in zip(keys, sums, strict=True):
-        body.finish(key, one)
+    body.finish(keys, sums)
     return list(carry)
 
 
@@ -204,8 +202,7 @@ def _cond(frame: Frame, primitive: Any, operands: list[Any], params: dict[str, A
         return call
 
     out, sums = lax.switch(index, [observed(branch) for branch in params["branches"]], *values)
-    for key, one in zip(keys, sums, strict=True):
-        body.finish(key, one)
+    body.finish(keys, sums)
     return list(out)
 
 
@@ -241,8 +238,7 @@ def _shard_map(frame: Frame, primitive: Any, operands: list[Any], params: dict[s
         return tuple(out), tuple(inner.sums[key] for key in keys)
 
     out, sums = mapped(observed, (out_specs, tuple(per_key)))(*values)
-    for key, one in zip(keys, sums, strict=True):
-        body.finish(key, one)
+    body.finish(keys, sums)
     return list(out)
 
 

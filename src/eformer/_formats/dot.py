@@ -21,6 +21,7 @@ from eformer._core.trace import switches
 from eformer._jax import avals
 from eformer._kernels import activations as _activations
 from eformer._kernels import qmatmul, qragged_dot
+from eformer._kernels.scale_gradient import in_panels
 from eformer._kernels.select import switches as kernel_switches
 from eformer._record import record
 
@@ -290,7 +291,8 @@ def _in_panels(q: Any, x: jax.Array, form: str, *, out_dtype: Any, precision: An
             return lax.dot_general(x.astype(wide), w, numbers, precision=precision, preferred_element_type=sums)
 
         sums = jnp.promote_types(out_dtype, jnp.float32)
-        return (_dot_form if form == "dot" else _axpy_form)(jax.checkpoint(dot), x, parts, height).astype(out_dtype)
+        run = _dot_form if form == "dot" else _axpy_form
+        return run(jax.checkpoint(dot), x, parts, rows, height).astype(out_dtype)
 
     if not lead:
         return one(x.reshape(-1, x.shape[-1]), parts).reshape(*x.shape[:-1], rows if form == "dot" else columns)
@@ -299,23 +301,14 @@ def _in_panels(q: Any, x: jax.Array, form: str, *, out_dtype: Any, precision: An
     return one(x, parts)
 
 
-def _cut(parts: Any, height: int) -> tuple[int, Any, Any]:
-    """How many whole panels there are, these stacked, and the rows that are left, or None."""
-    rows = next(iter(parts.values())).shape[0]
-    count, left = divmod(rows, height)
-    panels = {name: a[: rows - left].reshape(count, height, *a.shape[1:]) for name, a in parts.items()}
-    return count, panels, {name: a[rows - left :] for name, a in parts.items()} if left else None
+def _dot_form(dot: Any, x: jax.Array, parts: Any, rows: int, height: int) -> jax.Array:
+    return in_panels(lambda panel: dot(x, panel).T, parts, rows, height).T
 
 
-def _dot_form(dot: Any, x: jax.Array, parts: Any, height: int) -> jax.Array:
-    count, panels, rest = _cut(parts, height)
-    stacked = lax.map(lambda panel: dot(x, panel), panels)  # (panels, M, height)
-    y = jnp.moveaxis(stacked, 0, 1).reshape(x.shape[0], count * height)
-    return y if rest is None else jnp.concatenate([y, dot(x, rest)], axis=1)
-
-
-def _axpy_form(dot: Any, x: jax.Array, parts: Any, height: int) -> jax.Array:
-    _, panels, rest = _cut({"": x.T, **parts}, height)
+def _axpy_form(dot: Any, x: jax.Array, parts: Any, rows: int, height: int) -> jax.Array:
+    given, left = {"": x.T, **parts}, rows % height
+    panels = {name: a[: rows - left].reshape(-1, height, *a.shape[1:]) for name, a in given.items()}
+    rest = {name: a[rows - left :] for name, a in given.items()} if left else None
 
     def step(y: Any, panel: Any) -> tuple[Any, None]:
         stored = {name: a for name, a in panel.items() if name}

@@ -211,31 +211,38 @@ def slice_(
 
 def _stored_slice(q: Any, start: Sequence[int], limit: Sequence[int], strides: Sequence[int]) -> Any:
     """A slice of codes and scales; NotImplemented where it would cut a block."""
-    blocked, axes = blocked_axis(q), free(q)
-    if any(b <= a for a, b in zip(start, limit, strict=True)):
+    cuts = [slice(*cut) for cut in zip(start, limit, strides, strict=True)]
+    pad = pad_after(q, cuts)
+    if pad is None or any(b <= a for a, b in zip(start, limit, strict=True)):
         return NotImplemented
-    pad = q.pad
-    if blocked is not None:
-        low, high, size = start[blocked], limit[blocked], q.shape[blocked]
-        unit = max(p.unit for p in q.parts)
-        aligned = strides[blocked] == 1 and low % unit == 0 and (high % unit == 0 or high == size)
-        if not aligned:
-            return NotImplemented
-        pad = q.pad if high == size else 0
 
     def change(part: Part, array: jax.Array) -> jax.Array:
-        cuts = []
-        for i, axis in enumerate(axes):
-            shared = array.shape[i] == 1 and q.shape[axis] != 1
-            cuts.append((0, 1, 1) if shared else (start[axis], limit[axis], strides[axis]))
-        for i, n in enumerate(array.shape[len(axes) :]):
-            if blocked is not None and i == 0 and n != 1:
-                cuts.append((start[blocked] // part.unit, -(-limit[blocked] // part.unit), 1))
-            else:
-                cuts.append((0, n, 1))
-        return lax.slice(array, *zip(*cuts, strict=True))
+        index = zip(cuts_of_part(q, part, array.shape, cuts), array.shape, strict=True)
+        return lax.slice(array, *zip(*(cut.indices(n) for cut, n in index), strict=True))
 
-    return rebuilt(q, change, blocked, q.ndim, pad=pad)
+    return rebuilt(q, change, blocked_axis(q), q.ndim, pad=pad)
+
+
+def pad_after(q: Any, cuts: Sequence[slice]) -> int | None:
+    """The padding of what these slices, one for every axis, take; None where they would cut a block."""
+    if (blocked := blocked_axis(q)) is None:
+        return q.pad
+    cut, size, unit = cuts[blocked], q.shape[blocked], max(part.unit for part in q.parts)
+    if cut.step != 1 or cut.start % unit or (cut.stop % unit and cut.stop != size):
+        return None
+    return q.pad if cut.stop == size else 0
+
+
+def cuts_of_part(q: Any, part: Part, shape: Sequence[int], cuts: Sequence[slice]) -> tuple[slice, ...]:
+    """The slices of one stored part, of whole blocks; an axis of size 1 serves all entries of the logical axis."""
+    axes, blocked = free(q), blocked_axis(q)
+    found = [cuts[axis] if shape[i] == q.shape[axis] else slice(None) for i, axis in enumerate(axes)]
+    for i, size in enumerate(shape[len(axes) :]):
+        if blocked is not None and i == 0 and size != 1:
+            found.append(slice(cuts[blocked].start // part.unit, -(-cuts[blocked].stop // part.unit)))
+        else:
+            found.append(slice(None))
+    return tuple(found)
 
 
 @register("split")

@@ -174,13 +174,13 @@ def _devices_along(mesh: Any, entry: Any) -> int:
 
 
 def check_fits(q: Any, sharding: NamedSharding) -> None:
-    """Raise unless every device gets whole blocks, and as many entries as the others."""
-    entries = full_spec(sharding.spec, q.ndim, repr(q))
+    """Raise unless every device gets whole blocks, and as many entries as the others; `q` may be dense."""
+    entries, blocked = full_spec(sharding.spec, q.ndim, repr(q)), getattr(q, "blocked", None)
     for axis, entry in enumerate(entries):
         devices = _devices_along(sharding.mesh, entry)
         if devices == 1:
             continue
-        if q.blocked is not None and axis == q.ndim + q.blocked:
+        if blocked is not None and axis == q.ndim + blocked:
             _check_blocked(q, axis, devices)
         elif q.shape[axis] % devices:
             raise ShardingError(f"axis {axis} of {q!r} has {q.shape[axis]} entries, not a multiple of {devices}.")

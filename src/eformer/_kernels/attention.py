@@ -184,7 +184,6 @@ def _in_one_kernel(problem: Attention, *operands: Any) -> list[Any]:
 def in_products(problem: Attention, *operands: Any) -> list[Any]:
     """The readable twin: rows are put in their place, then two products and a softmax between them."""
     q, new, place, index, turns, cache = problem.parts(operands)
-    number = [] if index is None else [index]
     if problem.joined:
         q, *new = _apart(problem, q, turns, cache[0])
     if new:
@@ -192,7 +191,7 @@ def in_products(problem: Attention, *operands: Any) -> list[Any]:
         if problem.encode:  # codes of both, then scales of both, as in the cache
             stored = (encode(row) for encode, row in zip(problem.encode, rows, strict=True))
             rows = [part for parts in zip(*stored, strict=True) for part in parts]
-        cache = [_put(old, row, place, number) for old, row in zip(cache, rows, strict=True)]
+        cache = [put(old, row, place, index) for old, row in zip(cache, rows, strict=True)]
     keys, values, *scales = cache
     key_scale, value_scale = scales or (None, None)
     scores = _multiply(problem.fmt, problem.block, "dot", q, keys, key_scale, index) * problem.factor
@@ -226,12 +225,12 @@ def turn(x: jax.Array, turns: Any, halves: bool) -> jax.Array:
     return turned.reshape(x.shape).astype(x.dtype)
 
 
-def _put(old: Any, row: Any, place: Any, number: list[Any]) -> Any:
-    """Rows (batch, heads, 1, ...) of all heads at a place of the cache, or of an entry of a stack of caches."""
-    row = row.astype(old.dtype).reshape(*[1] * len(number), *row.shape)
-    zero = jnp.zeros((), jnp.int32)
-    behind = old.ndim - len(number) - 3
-    return lax.dynamic_update_slice(old, row, [*number, zero, zero, place, *[zero] * behind])
+def put(old: Any, rows: Any, place: Any, index: Any) -> Any:
+    """Rows (batch, heads, time, ...) of all heads from a place on of the cache, or of an entry of a stack of caches."""
+    lead = [] if index is None else [index]
+    rows = rows.astype(old.dtype).reshape(*[1] * len(lead), *rows.shape)
+    zero, behind = jnp.zeros_like(place), old.ndim - len(lead) - 3
+    return lax.dynamic_update_slice(old, rows, [*lead, zero, zero, place, *[zero] * behind])
 
 
 def _multiply(

@@ -29,7 +29,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -132,14 +132,29 @@ class Format:
         size, mask = self.bits, np.uint8(2**self.bits - 1)
         if self.unit == 1:
             return [(codes >> np.uint8(shift)) & mask for shift in range(bits - size, -1, -size)]
-        parts = [codes[..., i :: self.unit] for i in range(self.unit)]
-        found = []
+        return self.apart([codes[..., i :: self.unit] for i in range(self.unit)])
+
+    def apart(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """The codes of a unit, given its bytes one by one."""
+        size, mask, found = self.bits, np.uint8(2**self.bits - 1), []
         for value in range(self.per_code):
             byte, first = divmod(value * size, 8)
             over = first + size - 8  # bits that are in the next byte
             field = parts[byte] >> np.uint8(-over) if over <= 0 else parts[byte] << np.uint8(over)
             found.append((field if over <= 0 else field | parts[byte + 1] >> np.uint8(8 - over)) & mask)
         return found
+
+    def joined(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """The bytes of a unit, given its codes one by one."""
+        packed = []
+        for byte in range(self.unit):
+            total = jnp.zeros_like(values[0])
+            for i, value in enumerate(values):
+                shift = 8 * (byte + 1) - self.bits * (i + 1)  # left, from the low end of this byte
+                if -self.bits < shift < 8:
+                    total = total | (value << np.uint8(shift) if shift >= 0 else value >> np.uint8(-shift))
+            packed.append(total)
+        return packed
 
     def values(self, codes: jax.Array, dtype: Any) -> jax.Array:
         """What separate codes stand for."""
@@ -330,15 +345,7 @@ def pack(codes: jax.Array, fmt: str) -> jax.Array:
     if row.per_code == 1:
         return codes
     codes = codes.astype(jnp.uint8)
-    values = [codes[..., i :: row.per_code] for i in range(row.per_code)]
-    packed = []
-    for byte in range(row.unit):
-        total = jnp.zeros_like(values[0])
-        for i, value in enumerate(values):
-            shift = 8 * (byte + 1) - row.bits * (i + 1)  # left, from the low end of this byte
-            if -row.bits < shift < 8:
-                total = total | (value << np.uint8(shift) if shift >= 0 else value >> np.uint8(-shift))
-        packed.append(total)
+    packed = row.joined([codes[..., i :: row.per_code] for i in range(row.per_code)])
     return jnp.stack(packed, axis=-1).reshape(*codes.shape[:-1], packed[0].shape[-1] * row.unit)
 
 

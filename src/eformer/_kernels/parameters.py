@@ -24,8 +24,11 @@ PREFERENCES = ("auto", "native", "xla", "reference")
 ACTIVATIONS = {"int8": 127, "fp8": 448}  # what x may be rounded to, and the code of the largest value of a row
 
 
+_ALLOWED = {"preference": PREFERENCES, **dict.fromkeys(("activations", "backward"), (None, *ACTIVATIONS))}
+
+
 class Options(TypedDict, total=False):
-    """The keyword arguments of every product; `parameters_of` has their defaults."""
+    """The keyword arguments of every product; `Parameters` has their defaults."""
 
     fmt: Required[str]
     form: Required[str]
@@ -196,37 +199,21 @@ def as_operands(*operands: Any) -> list[Any]:
 
 
 def parameters_of(
-    x: Any,
-    codes: Any,
-    scale: Any,
-    offset: Any = None,
-    factor: Any = None,
-    *,
-    fmt: str,
-    form: str,
-    cols: int,
-    block: int | None = None,
-    out_dtype: Any = None,
-    precision: Any = None,
-    preference: str = "auto",
-    activations: str | None = None,
-    backward: str | None = None,
-    by_scale: bool = False,
-) -> Parameters:
+    x: Any, codes: Any, scale: Any, offset: Any = None, factor: Any = None,
+    *, fmt: str, form: str, cols: int, block: int | None = None, **options: Any,
+) -> Parameters:  # fmt: skip
     """Check the options of a product against the storage. The result has the dtype of x unless `out_dtype` is given."""
     one_of("fmt", fmt, FORMATS)
     one_of("form", form, FORMS)
-    one_of("preference", preference, PREFERENCES)
-    one_of("activations", activations, (None, *ACTIVATIONS))
-    one_of("backward", backward, (None, *ACTIVATIONS))
+    for name, allowed in _ALLOWED.items():
+        one_of(name, options.get(name, allowed[0]), allowed)
     block = check_storage(fmt, codes, scale, cols, block, offset, factor)
-    out_dtype = result_dtype(x) if out_dtype is None else out_dtype
-    precision = tuple(precision) if isinstance(precision, list) else precision
+    out = options.pop("out_dtype", None)
+    if isinstance(options.get("precision"), list):
+        options["precision"] = tuple(options["precision"])
     kind = None if offset is None else np.dtype(offset.dtype)
-    out = np.dtype(out_dtype)
-    return Parameters(
-        fmt, form, cols, block, out, precision, preference, activations, backward, by_scale, kind, factor is not None
-    )
+    how = {**options, "offset": kind, "factored": factor is not None}
+    return Parameters(fmt, form, cols, block, np.dtype(result_dtype(x) if out is None else out), **how)
 
 
 def result_dtype(x: Any) -> Any:

@@ -81,7 +81,7 @@ def _one(parameters: Parameters, g: jax.Array, x: jax.Array, codes: jax.Array, s
         missing = math.prod(values.shape[1:]) - parameters.cols
         return jnp.sum(values * jnp.pad(change, ((0, 0), (0, missing))).reshape(values.shape), axis=-1)
 
-    made = _in_panels(panel, (left.T, codes), rows, height)
+    made = in_panels(panel, (left.T, codes), rows, height)
     return made if shape[0] == rows else jnp.sum(made, axis=0, keepdims=True)
 
 
@@ -89,7 +89,7 @@ def _panel_rows(columns: int, dtype: Any) -> int:
     return max(_PANEL_BYTES // (jnp.dtype(dtype).itemsize * max(columns, 1)), 8)
 
 
-def _in_panels(panel: Any, stored: Any, rows: int, height: int) -> jax.Array:
+def in_panels(panel: Any, stored: Any, rows: int, height: int) -> jax.Array:
     """`panel` of a few rows of everything at a time, the results one below the other."""
     if rows <= height:
         return panel(stored)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from eformer._core import ImplicitArray
@@ -28,6 +26,7 @@ from eformer._formats.floating import codec as floating
 from eformer._formats.floating.array import ArrayFloat
 from eformer._formats.integer.array import ArrayInt
 from eformer._formats.nf4.array import ArrayNF4
+from eformer._formats.words import bit_stream, to_words
 from eformer._kernels.formats import one_of, pack, unpack
 
 
@@ -75,11 +74,11 @@ def quantize(
         )
     if mode == "nf4":
         q = ArrayNF4.quantize(w, group_size, axis=-1)
-        return _words(unpack(q.packed, "nf4").reshape(w.shape), bits), q.absmax
+        return to_words(unpack(q.packed, "nf4").reshape(w.shape), bits), q.absmax
     groups = w.astype(jnp.float32).reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
     codes, *numbers = _affine(groups, bits) if mode == "affine" else _small_floats(groups, mode)
     numbers = [n.astype(w.dtype) for n in numbers] if mode == "affine" else numbers
-    return _words(codes.reshape(w.shape), bits), *numbers
+    return to_words(codes.reshape(w.shape), bits), *numbers
 
 
 def as_array(
@@ -102,7 +101,7 @@ def as_array(
             f"w must be uint32 words along the last axis, {group_size * bits // 32} for every group of {group_size} "
             f"values, got {w.dtype}{list(w.shape)}."
         )
-    codes = _codes(w, bits)
+    codes = bit_stream(w, bits)
     if mode == "affine":
         how = {"bits": bits, "block_size": group_size, "axis": -1, "dtype": dtype}
         return ArrayInt.from_codes(codes, scales, bias=biases, **how)
@@ -211,39 +210,3 @@ def _small_floats(groups: jax.Array, mode: str) -> tuple[jax.Array, jax.Array]:
         factor = jnp.ldexp(jnp.ones_like(wanted), exponent)
     scaled = quotient(groups, jnp.where(factor == 0, 1, factor), -1)
     return floating.nearest(jnp.where(jnp.isnan(scaled), 0, scaled), row), stored
-
-
-# -- a row of bits in words, low bits first ----------------------------------------------------------------------------
-
-
-def _unit(bits: int) -> tuple[int, int]:
-    """Values, and the bytes they fill."""
-    shared = math.gcd(8, bits)
-    return 8 // shared, bits // shared
-
-
-def _codes(words: jax.Array, bits: int) -> jax.Array:
-    stored = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], 4 * words.shape[-1])
-    values, size = _unit(bits)
-    parts, found = [stored[..., i::size] for i in range(size)], []
-    for value in range(values):
-        byte, first = divmod(value * bits, 8)
-        code = parts[byte] >> np.uint8(first)
-        if first + bits > 8:
-            code = code | parts[byte + 1] << np.uint8(8 - first)
-        found.append(code & np.uint8(2**bits - 1))
-    return jnp.stack(found, -1).reshape(*words.shape[:-1], words.shape[-1] * 32 // bits)
-
-
-def _words(codes: jax.Array, bits: int) -> jax.Array:
-    values, size = _unit(bits)
-    parts, stored = [codes[..., i::values] for i in range(values)], []
-    for byte in range(size):
-        total = jnp.zeros_like(parts[0])
-        for value, part in enumerate(parts):
-            shift = value * bits - 8 * byte
-            if -bits < shift < 8:
-                total = total | (part << np.uint8(shift) if shift >= 0 else part >> np.uint8(-shift))
-        stored.append(total)
-    row = jnp.stack(stored, -1).reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32, 4)
-    return lax.bitcast_convert_type(row, jnp.uint32)

@@ -116,7 +116,7 @@ def _without_command(given: list[str]) -> int:
     return 2
 
 
-OK, FAILED, WRONG_USE = 0, Failure.status, WrongUse.status
+OK, FAILED = 0, Failure.status
 
 
 def version(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import re
@@ -23,12 +22,12 @@ from eformer._lora.parts import ADAPTERS, low_rank
 from eformer._quantize.leaves import open_tree
 from eformer.errors import CheckpointError
 from eformer.serialization import open_lazy, save
-from eformer.serialization.safetensors.writing import atomic_file
+from eformer.serialization.foreign.configuration import read_json
+from eformer.serialization.safetensors.writing import write_json
 from eformer.serialization.streaming.quantize_folder import CONFIG, SHARD, WEIGHTS, other_files
 
 from . import _llama_file as llama_file
 from ._families import MATRICES, described
-from ._folder import read_json
 from ._fused import JOINED
 from ._generate import Model
 
@@ -79,7 +78,7 @@ def save_adapter(folder: str | os.PathLike[str], model: Model) -> Path:
     factors |= {f"{_PREFIX}{name}.lora_B.weight": np.asarray(q.b).T for name, q in found.items()}
     factors |= {f"{_PREFIX}{name}.{_MAGNITUDE}": np.asarray(x) for name, x in magnitudes.items()}
     save(folder / _WEIGHTS, factors, metadata={"format": "pt"})
-    _write_json(folder / _CONFIG, config)
+    write_json(folder / _CONFIG, config)
     return folder
 
 
@@ -172,7 +171,7 @@ def save_folder(folder: str | os.PathLike[str], model: Model, *, max_shard_size:
     config.pop("quantization_config", None)
     if any(isinstance(leaf, ImplicitArray) for leaf in tensors.values()):
         config["quantization_config"] = {"quant_method": "eformer"}
-    _write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config)
     return folder
 
 
@@ -239,8 +238,3 @@ def file_names(model: Model) -> dict[str, str]:
 def _turned(w: Any) -> Any:
     """(out, in), without a copy of a dense matrix on the CPU."""
     return (np.asarray(w) if not isinstance(w, ImplicitArray) else w).T  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _write_json(path: Path, what: dict[str, Any]) -> None:
-    with atomic_file(path) as file:
-        file.write((json.dumps(what, indent=2) + "\n").encode())

@@ -17,7 +17,7 @@ import numpy as np
 
 from eformer._core import implicit, materialize
 from eformer._formats.cache.array import QuantizedCache
-from eformer._kernels.attention import attend, attend_joined, turn
+from eformer._kernels.attention import attend, attend_joined, put, turn
 
 Params = dict[str, Any]
 # Keys and values, (layers, batch, heads, context, size) each; or a list of such pairs, one for every layer.
@@ -222,11 +222,9 @@ def states(config: Config, params: Params, tokens: jax.Array, cache: Cache | Non
     elif isinstance(cache, list):
         if len(cache) != len(layers):
             raise ValueError(f"the cache is one of {len(cache)} layers, the model has {len(layers)}.")
-        filled: list[Any] = []
-        for number, (weights, own) in enumerate(zip(layers, cache, strict=True)):
-            x, own = _layer(config, weights, x, own, None, number, places)
-            filled.append(own)
-        cache = filled
+        cache = [*cache]
+        for number, weights in enumerate(layers):
+            x, cache[number] = _layer(config, weights, x, cache[number], None, number, places)
     else:
         for number, weights in enumerate(layers):
             x, cache = _layer(config, weights, x, cache, number, number, places)
@@ -298,13 +296,7 @@ def _attention(
         mixed, *cache = attend(q, cache[0], cache[1], numbers[0], number, new=new, **how)
         return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), tuple(cache)
     if cache is not None:
-        begin = (0, 0, numbers[0], 0)
-        if number is None:
-            cache = tuple(_put(old, new, begin) for old, new in zip(cache, (keys, values), strict=True))
-        else:
-            cache = tuple(
-                _put(old, new[None], (number, *begin)) for old, new in zip(cache, (keys, values), strict=True)
-            )
+        cache = tuple(put(old, new, numbers[0], number) for old, new in zip(cache, (keys, values), strict=True))
         keys, values = cache if number is None else (part[number] for part in cache)
         keys, values, there = keys.astype(x.dtype), values.astype(x.dtype), jnp.arange(keys.shape[2])
     q = q.reshape(*q.shape[:2], config.kv_heads, -1, config.head_size)  # queries share keys in groups
@@ -315,10 +307,6 @@ def _attention(
     scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
     mixed = jnp.einsum("bkgts,bksd->btkgd", jax.nn.softmax(scores).astype(x.dtype), values)
     return _linear(w, "o", mixed.reshape(*x.shape[:-1], -1)), cache
-
-
-def _put(old: Any, new: jax.Array, begin: tuple[Any, ...]) -> Any:
-    return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), begin)
 
 
 def _experts(config: Config, w: Params, x: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from eformer._core import ImplicitArray, implicit, materialize
 from eformer._core.tree import tree_map_with_implicit
 from eformer._quantize.tree import Progress, Reporter, reporter
 from eformer.errors import CheckpointError
+from eformer.serialization.foreign.configuration import read_json
 from eformer.serialization.foreign.gguf import gguf_at
 from eformer.serialization.inspection import open_checkpoint
 
@@ -71,19 +71,6 @@ def load(
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Is there a folder with a `config.json`?"""
     return (Path(path) / "config.json").is_file()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; nothing if there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as err:
-        raise CheckpointError(f"is not JSON: {err}.", file=path) from err
-    if not isinstance(found, dict):
-        raise CheckpointError("does not hold an object.", file=path)
-    return found
 
 
 def _of_folder(folder: Path, dense: bool, dtype: Any, tell: Reporter) -> Model:

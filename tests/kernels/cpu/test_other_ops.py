@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,6 @@ from .calls import FLOAT32_LIMIT, THREADS, isas, poisoned
 M = 13
 MORE = (*FORMATS, "int3", "int4", "int6", "int8_block", "fp8_e4m3", "fp8_e4m3_block")
 SIZES = ([3, 0, 4, 1, 5], [0, 0, 13, 0, 0], [2, 1, 0, 0, 1], [0] * 5, [0, 13, 5, 0, 0])
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 def grouped(case, form: str, x, sizes) -> np.ndarray:

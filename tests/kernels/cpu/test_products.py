@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,6 @@ from .calls import FLOAT32_LIMIT, THREADS, Call, compute, errors, isas
 SIZES = ((1, 1), (1, 2), (2, 1), (3, 130), (17, 64), (64, 63), (65, 129), (257, 66), (40, 1030), (300, 7), (130, 515))
 BLOCKS = (2, 4, 6, 10, 16, 30, 32, 48, 64, 100, 128, 256, 512, 4096)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 def random_x(rng: np.random.Generator, case, form: str, m: int, dtype=jnp.float32):

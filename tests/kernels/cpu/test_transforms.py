@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +19,10 @@ from eformer.ops.quantization import quantize
 from eformer.ops.quantization.kernels import export_checks
 
 from ..cases import FORMATS, FORMS, make_case, relative_error
+from ..hlo_cases import mesh_of
 from .calls import FLOAT32_LIMIT
 
 ROWS, COLS, M = 256, 512, 8
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
-
-
-def mesh_of(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
 
 
 def calls_in(function, *operands) -> int:

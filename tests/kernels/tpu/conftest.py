@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
-
-import numpy as np
 import pytest
 
 from eformer._kernels.tpu import tuning
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture

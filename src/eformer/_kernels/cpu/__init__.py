@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from typing import Any
 
@@ -160,81 +161,34 @@ def _numbers(factor: Any) -> Any:
     return None if factor is None else factor.reshape(-1)
 
 
-def qmatmul(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: Any = None,
-    *,
-    offset: Any = None,
-    factor: Any = None,
-    index: Any = None,
-    **how: Any,
-) -> jax.Array:
+def _matmul(
+    name: str, problem: Problem, x: jax.Array, codes: jax.Array, scale: Any = None, x_scale: Any = None,
+    *, offset: Any = None, factor: Any = None, index: Any = None, **how: Any,
+) -> jax.Array:  # fmt: skip
     """The product of one problem, batch axes included; with an index, of that entry of stacks of codes and scales."""
     stacked = index is not None
-    operands = in_one_batch_axis(problem, x, codes, scale, stacked=stacked)
-    operands += [_numbers(factor), offset_in_one_batch_axis(problem, offset, stacked=stacked)]
-    return _products(problem, "qmatmul", x.shape, operands, index, how)
-
-
-def qragged(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    group_sizes: jax.Array,
-    scale: Any = None,
-    *,
-    offset: Any = None,
-    factor: Any = None,
-    **how: Any,
-) -> jax.Array:
-    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
-    operands = [x, codes, scale, _numbers(factor), offset, group_sizes.astype(jnp.int32)]
-    return _product(problem, "ragged", (x.shape[0], problem.outs), operands, 1, how)
-
-
-def byte_matmul(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: Any,
-    x_scale: Any = None,
-    *,
-    factor: Any = None,
-    index: Any = None,
-    **how: Any,
-) -> jax.Array:
-    """The product of one problem whose x is rounded to int8."""
-    operands = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=index is not None)
-    operands.insert(3, _numbers(factor))
-    return _products(problem, "byte_matmul", x.shape, operands, index, how)
-
-
-def _products(
-    problem: Problem, name: str, x_shape: tuple[int, ...], operands: list[Any], index: Any, how: Any
-) -> jax.Array:
-    """With one batch axis, of the stack's entry that the index names if there is one."""
-    matrices, rows = operands[0].shape[:2]
-    if index is not None:
+    rows, codes, scale, last = in_one_batch_axis(problem, x, codes, scale, x_scale, stacked=stacked)
+    last = offset_in_one_batch_axis(problem, offset, stacked=stacked) if name == "qmatmul" else last
+    operands = [rows, codes, scale, _numbers(factor), last]
+    if stacked:
         name, operands = f"stack_{name}", [*operands, index]
-    y = _product(problem, name, (matrices, rows, problem.outs), operands, matrices, how)
-    return y.reshape(*x_shape[:-1], problem.outs)
+    y = _product(problem, name, (*rows.shape[:2], problem.outs), operands, rows.shape[0], how)
+    return y.reshape(*x.shape[:-1], problem.outs)
 
 
-def byte_ragged(
-    problem: Problem,
-    x: jax.Array,
-    codes: jax.Array,
-    sizes: jax.Array,
-    scale: Any,
-    x_scale: Any = None,
-    *,
-    factor: Any = None,
-    **how: Any,
-) -> jax.Array:
-    operands = [x, codes, scale, _numbers(factor), sizes.astype(jnp.int32), x_scale]
-    return _product(problem, "byte_ragged", (x.shape[0], problem.outs), operands, 1, how)
+def _ragged(
+    name: str, problem: Problem, x: jax.Array, codes: jax.Array, sizes: jax.Array, scale: Any = None,
+    x_scale: Any = None, *, offset: Any = None, factor: Any = None, **how: Any,
+) -> jax.Array:  # fmt: skip
+    """Groups of rows of x (M, K), each times its own matrix; rows after the last group are zeros."""
+    sizes = sizes.astype(jnp.int32)
+    operands = [x, codes, scale, _numbers(factor), *((offset, sizes) if name == "ragged" else (sizes, x_scale))]
+    return _product(problem, name, (x.shape[0], problem.outs), operands, 1, how)
+
+
+qmatmul, qragged = functools.partial(_matmul, "qmatmul"), functools.partial(_ragged, "ragged")
+# Those whose x is rounded to int8.
+byte_matmul, byte_ragged = functools.partial(_matmul, "byte_matmul"), functools.partial(_ragged, "byte_ragged")
 
 
 def _product(

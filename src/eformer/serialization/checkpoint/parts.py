@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from eformer._core import ImplicitArray
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.activations.numbers import FIELDS
-from eformer._formats.base import Part, QuantizedArray
-from eformer._formats.shapes import blocked_axis, free
+from eformer._formats.base import QuantizedArray
+from eformer._formats.shapes import blocked_axis, cuts_of_part, pad_after
 from eformer._formats.sharding import ShardingError, check_fits
+from eformer._jax.avals import mesh_axes
 from eformer._lora.array import LoraArray
 from eformer.errors import CheckpointError
 
@@ -23,16 +23,12 @@ def sharding_on(mesh: Mesh, spec: Any) -> NamedSharding:
     """The sharding of a spec on a mesh, if it names axes the mesh has, and each of them once."""
     if not isinstance(spec, PartitionSpec):
         raise CheckpointError(f"is to be split as {spec!r}, which is not a PartitionSpec.")
-    names = [name for entry in spec for name in _names(entry)]
+    names = [name for entry in spec for name in mesh_axes(entry)]
     wrong = [name for name in names if name not in mesh.shape or names.count(name) > 1]
     if wrong:
         why = "is not an axis of the mesh" if wrong[0] not in mesh.shape else "is used twice"
         raise CheckpointError(f"cannot be split as {spec} over {dict(mesh.shape)}: {wrong[0]!r} {why}.")
     return NamedSharding(mesh, spec)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def specs_of(leaf: Any, mesh: Any, spec: Any) -> list[PartitionSpec]:
@@ -45,7 +41,7 @@ def specs_of(leaf: Any, mesh: Any, spec: Any) -> list[PartitionSpec]:
         elif isinstance(leaf, ImplicitArray):
             specs = _of_other(leaf, sharding)
         else:
-            _check_dense(leaf.shape, sharding)
+            check_fits(leaf, sharding)
             specs = sharding.spec
     except ShardingError as err:
         raise CheckpointError(f"cannot be split as {sharding.spec}: {err}") from err
@@ -67,16 +63,6 @@ def _of_other(leaf: ImplicitArray, sharding: NamedSharding) -> Any:
     if specs is None:
         raise CheckpointError(f"is of type {type(leaf).__name__}, which does not say how it is split over devices.")
     return specs
-
-
-def _check_dense(shape: tuple[int, ...], sharding: NamedSharding) -> None:
-    spec, mesh = sharding.spec, sharding.mesh
-    if len(spec) > len(shape):
-        raise ShardingError(f"the spec has {len(spec)} entries, but the array has only {len(shape)} axes.")
-    for axis, entry in enumerate(spec):
-        count = math.prod(mesh.shape[name] for name in _names(entry))
-        if shape[axis] % count:
-            raise ShardingError(f"axis {axis} has {shape[axis]} entries, not a multiple of {count} devices.")
 
 
 Read = Callable[[str, Any], Any]
@@ -105,19 +91,22 @@ def read_part(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) -> An
 
 def _read_quantized(q: Any, tensors: Mapping[int, str], index: Any, fetch: Read) -> Any:
     cuts = normalized(index, q.shape)
-    blocked, pad = blocked_axis(q), q.pad
-    if blocked is not None:
-        pad = _checked_blocks(q, cuts[blocked], q.shape[blocked])
+    if (pad := pad_after(q, cuts)) is None:
+        axis, unit = blocked_axis(q) or 0, max(part.unit for part in q.parts)
+        raise CheckpointError(
+            f"holds blocks of {unit} values along axis {axis}, and {cuts[axis].start}:{cuts[axis].stop} would cut one.",
+            fix=f"Begin and end at multiples of {unit}, or slice another axis.",
+        )
     parts = {}
     for part in q.parts:
         stored = getattr(q, part.field)
         if stored is None:
             parts[part.field] = None
         elif id(stored) in tensors:
-            parts[part.field] = fetch(tensors[id(stored)], part_index(q, part, stored.shape, cuts))
+            parts[part.field] = fetch(tensors[id(stored)], cuts_of_part(q, part, stored.shape, cuts))
         else:  # compressed: small, and not laid out like the others, so it is read whole
             whole: Any = jtu.tree_map(lambda shape: fetch(tensors[id(shape)], ...), stored)
-            parts[part.field] = whole.expanded()[part_index(q, part, whole.shape, cuts)]
+            parts[part.field] = whole.expanded()[cuts_of_part(q, part, whole.shape, cuts)]
     return q.moved(parts, q.blocked, pad=pad)
 
 
@@ -158,26 +147,3 @@ def normalized(index: Any, shape: tuple[int, ...]) -> list[slice]:
             raise IndexError(f"axis {axis}: {cut!r} of {size} entries is empty or has a step; read a plain range.")
         cuts.append(slice(start, stop, 1))
     return cuts
-
-
-def part_index(q: Any, part: Part, shape: tuple[int, ...], cuts: list[slice]) -> tuple[slice, ...]:
-    """The index into one part; an axis of size 1 serves all entries of the logical axis."""
-    axes, blocked = free(q), blocked_axis(q)
-    found = [cuts[axis] if shape[i] == q.shape[axis] else slice(None) for i, axis in enumerate(axes)]
-    for i, size in enumerate(shape[len(axes) :]):
-        if blocked is not None and i == 0 and size != 1:
-            found.append(slice(cuts[blocked].start // part.unit, -(-cuts[blocked].stop // part.unit)))
-        else:
-            found.append(slice(None))
-    return tuple(found)
-
-
-def _checked_blocks(q: Any, cut: slice, size: int) -> int:
-    """The padding of the slice; refuses one that would cut a block."""
-    unit = max(part.unit for part in q.parts)
-    if cut.start % unit or (cut.stop % unit and cut.stop != size):
-        raise CheckpointError(
-            f"holds blocks of {unit} values along axis {blocked_axis(q)}, and {cut.start}:{cut.stop} would cut one.",
-            fix=f"Begin and end at multiples of {unit}, or slice another axis.",
-        )
-    return q.pad if cut.stop == size else 0

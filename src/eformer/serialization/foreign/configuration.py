@@ -75,5 +75,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as err:
         raise CheckpointError(f"is not JSON: {str(err)[:200]}.", file=path) from err
     if not isinstance(found, dict):
-        raise CheckpointError("is not a JSON object.", file=path)
+        raise CheckpointError("does not hold an object.", file=path, fix="Fetch it again.")
     return found

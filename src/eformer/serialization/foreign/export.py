@@ -27,7 +27,7 @@ from eformer._kernels.formats import scale_values, unpack
 from eformer.errors import CheckpointError
 
 from ..checkpoint.load import LazyCheckpoint
-from ..safetensors.writing import atomic_file, write_file
+from ..safetensors.writing import write_file, write_json
 from ..tree.describe import Leaf, host
 from ..tree.structure import named_leaves
 from . import layouts
@@ -307,8 +307,7 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     tensors = [tensor for leaf in leaves for tensor in leaf.layout()]
     notice = {"format": "mlx" if to == "mlx" else "pt"}
     write_file(folder / "model.safetensors", tensors, notice, lambda tensor: host(made(owners[tensor])[tensor], tensor))
-    with atomic_file(folder / "config.json") as file:
-        file.write(json.dumps(stated, indent=2).encode())
+    write_json(folder / "config.json", stated)
     return folder
 
 

@@ -52,6 +52,12 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def write_json(path: Path, found: Mapping[str, Any]) -> None:
+    """An object as a file of JSON."""
+    with atomic_file(path) as file:
+        file.write((json.dumps(found, indent=2) + "\n").encode())
+
+
 def open_own(path: Path, flags: int) -> int:
     """The descriptor of a hidden file of this library, created if need be. Links are not followed.
 

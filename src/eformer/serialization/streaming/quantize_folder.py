@@ -15,9 +15,9 @@ from eformer.errors import CheckpointError
 
 from ..checkpoint.index import INDEX_SUFFIX, SUFFIX
 from ..checkpoint.torch_file import SUFFIXES
-from ..foreign.configuration import CONFIG_KEYS
+from ..foreign.configuration import CONFIG_KEYS, read_json
 from ..foreign.gguf import gguf_at
-from ..safetensors.writing import atomic_file
+from ..safetensors.writing import write_json
 from .quantize_file import Source, StreamReport, open_source, plan_source, write_quantized
 
 CONFIG, WEIGHTS, SHARD = "config.json", f"model{SUFFIX}", "5GB"
@@ -107,21 +107,14 @@ def write_folder(
     progress: Reporter | None = None,
 ) -> StreamReport:
     """Do what was planned for an open source; arguments as for `quantize_folder`, which checks the folders first."""
-    try:
-        config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as err:
-        raise CheckpointError(f"is not JSON: {err}.", file=source / CONFIG) from err
-    if not isinstance(config, dict):
-        raise CheckpointError("does not hold an object.", file=source / CONFIG, fix="Fetch it again.")
+    config = read_json(source / CONFIG)
     target.mkdir(parents=True, exist_ok=True)
     (target / CONFIG).unlink(missing_ok=True)
     done = write_quantized(opened, planned, target / WEIGHTS, max_shard_size=max_shard_size, progress=progress)
     for path in other_files(source):
         shutil.copyfile(path, target / path.name)
     kept = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
-    made = {**kept, "quantization_config": described(planned)}
-    with atomic_file(target / CONFIG) as file:
-        file.write((json.dumps(made, indent=2) + "\n").encode())
+    write_json(target / CONFIG, {**kept, "quantization_config": described(planned)})
     return done
 
 
