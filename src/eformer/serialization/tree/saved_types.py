@@ -192,10 +192,21 @@ def _unpack_absmax(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> Compr
     return made
 
 
+def _pack_lora(q: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As earlier versions did, which knew no dropout, where there is none."""
+    parts, fields = pack_fields(q)
+    return parts, {name: value for name, value in fields.items() if name != "dropout" or value}
+
+
+def _unpack_lora(parts: Mapping[str, Any], fields: Mapping[str, Any]) -> LoraArray:
+    more = {"dropout": float} if "dropout" in fields else {}
+    return strict(LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, {**_LORA, **more})(parts, fields)
+
+
 _BLOCKED = {"axis": int, "pad": int, "use_kernel": bool, "dtype": np.dtype}
 _INT8 = {"axis": tuple, "use_kernel": bool, "dtype": np.dtype}
 _FLOAT = {"kind": str, "axis": int | None, "pad": int, "use_kernel": bool, "dtype": np.dtype}
-_LORA = {"scale": float, "left": int, "right": int, "dropout": float}
+_LORA = {"scale": float, "left": int, "right": int}
 
 # The name in files, the class, its parts and its fields.
 TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
@@ -222,10 +233,10 @@ TYPES: tuple[tuple[str, type, dict[str, str], dict[str, Any]], ...] = (
         {"activations": str, "backward": str | None},
     ),
     ("permuted", PermutedArray, {"w": FLOATING, "order": "int32"}, {"axis": int}),
-    ("lora", LoraArray, {"w": FLOATING, "a": FLOATING, "b": FLOATING}, _LORA),
     ("dora", DoraArray, {"v": FLOATING, "magnitude": FLOATING, "squares": FLOATING}, {"columns": bool}),
     ("scaled", ScaledArray, {"w": FLOATING, "factor": FLOATING}, {"core": int}),
 )
 for _name, _cls, _kinds, _fields in TYPES:
     register_type(_cls, _name, unpack=strict(_cls, _kinds, _fields))
+register_type(LoraArray, "lora", pack=_pack_lora, unpack=_unpack_lora)
 register_type(CompressedAbsmax, "nf4_absmax", unpack=_unpack_absmax)
