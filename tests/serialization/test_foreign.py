@@ -199,6 +199,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"config": {"checkpoint_format": None, "quant_method": None}},
         r"'m\.qweight'.*AutoRound.*GPTQModel.*'gptq_p'",
     ),
+    "zero points that are lost": (
+        "pack-quantized, zero points",
+        {"weight_zero_point": None},
+        r"'m\.weight_packed'.*needs a weight_zero_point.*symmetric=False.*'config_groups': None",
+    ),
+    "zero points that should not be": (
+        "pack-quantized, zero points",
+        {"config": {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": True}}}}},
+        r"'m\.weight_zero_point'.*symmetric=True",
+    ),
+    "zero points of int8 that are lost": (
+        "int-quantized",
+        {"config": {"config_groups": {"a": {"weights": {"symmetric": False}}}}},
+        r"'m\.weight'.*needs a weight_zero_point",
+    ),
     "an order without the groups of inputs": (
         "pack-quantized, act order",
         {"weight_g_idx": None},

@@ -262,6 +262,7 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         fix = "" if not numbers or set(numbers) & set(_BITS) else "Quantize the dense checkpoint with one of these."
         raise wrong(".weight_packed", f"{what}{f'; config_groups says {numbers[:8]}' * bool(numbers)}.", fix)
     (bits, stream), groups = ways[-1], shape[1]
+    _check_symmetric(parts, stated, read)
     if ".weight_zero_point" in parts:
         unpacked = parts[".weight_zero_point"].dtype == np.int8  # as older versions have them, and all that of a tensor
         if not unpacked or shape[0] == rows:
@@ -274,6 +275,18 @@ def _plan_packed(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     group = group_size(sizes[0] if sizes else None, size, groups, ".weight_scale")
     order = _group_order(parts, stated, ".weight_packed", size, group, groups, read)
     return {"bits": bits, "stream": stream, "size": size, "group": group, "order": order}
+
+
+def _check_symmetric(parts: Parts, stated: list[Any], read: Read) -> None:
+    """Raise if all that is stated of weights contradicts the zero points, or that there are none."""
+    said, there = {group.get("symmetric") for group in stated}, ".weight_zero_point" in parts
+    fix = "quantization={'config_groups': None}"
+    if said == {False} and not there:
+        what = "needs a weight_zero_point: the quantization config says symmetric=False."
+        raise wrong(".weight_zero_point", what, f"Fetch all files, or pass {fix} if the codes are symmetric.")
+    if said == {True} and there and (parts[".weight_zero_point"].dtype != np.int8 or read(".weight_zero_point").any()):
+        what = "is there, but the quantization config says symmetric=True."
+        raise wrong(".weight_zero_point", what, f"Pass {fix} if these zero points count.")
 
 
 def _group_order(
@@ -314,8 +327,9 @@ def _plan_int8(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
         raise wrong(".weight_scale", f"is {text_of(scale)}, which does not fit weights {[rows, size]}.")
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     expect(parts, ".weight_zero_point", scale.shape, "one for each scale")
-    group = group_size(config.get("group_size"), size, groups, ".weight_scale")
-    order = _group_order(parts, weight_groups(config), ".weight", size, group, groups, read)
+    group, stated = group_size(config.get("group_size"), size, groups, ".weight_scale"), weight_groups(config)
+    _check_symmetric(parts, stated, read)
+    order = _group_order(parts, stated, ".weight", size, group, groups, read)
     return {"group": group, "groups": groups, "order": order}
 
 
