@@ -68,6 +68,11 @@ def test_every_head_has_keys_of_its_own_unless_it_is_said_otherwise():
     assert described(config).config.kv_heads == config["num_attention_heads"]
 
 
+def test_rotations_of_weights_alone_are_part_of_them(tmp_path: Path):
+    stated = {"config_groups": {"R1": R3["config_groups"]["R1"]}}
+    assert load(folders.write(tmp_path, "llama 2", quantization_config={"transform_config": stated})).params
+
+
 def test_the_language_part_of_a_model_with_pictures(tmp_path: Path):
     plain = load(folders.write(tmp_path / "plain", "gemma 3"))
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
@@ -83,6 +88,15 @@ def test_the_language_part_of_a_model_with_pictures(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, found.params, plain.params)
 
 
+# Rotations that compressed-tensors applies while the model runs, and one that it applied to weights.
+R3 = {
+    "config_groups": {
+        "R1": {"type": "hadamard", "apply": [{"targets": ["embed_tokens"], "location": "weight_output"}]},
+        "R3": {"apply": [{"targets": ["attn"], "location": place} for place in ("q_attn", "k_cache")]},
+    }
+}
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -95,6 +109,8 @@ def test_the_language_part_of_a_model_with_pictures(tmp_path: Path):
         ({"layer_types": ["full_attention"], "sliding_window": 4}, "layer_types, which must name .* 2 times"),
         ({"num_hidden_layers": 1}, r"layers.1.*is not part of the model"),
         ({"num_hidden_layers": 3}, r"layers.2.*is missing"),
+        ({"quantization_config": {"rotation_config": {"hadamard": 32}}}, "says rotation_config: inputs of matrices"),
+        ({"quantization_config": {"transform_config": R3}}, "says transform_config of k_cache, q_attn: inputs"),
         ({"vocab_size": 25}, r"has the shape \[24, 32\], but config.json says \[25, 32\]"),
     ],
 )

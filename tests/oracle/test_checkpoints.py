@@ -108,7 +108,9 @@ def test_compressed_tensors_decodes_exports(kind: str, tmp_path: Path):
     np.testing.assert_array_equal(decoded, np.asarray(q.materialize()).T)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "MXFP4", "IQ4_NL", "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "MXFP4", "IQ4_NL", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0"]
+)
 def test_gguf(kind: str, tmp_path: Path):
     """Blocks it writes where it can, else random ones; all of them it decodes."""
     number = gguf.GGMLQuantizationType[kind]

@@ -21,6 +21,12 @@ from eformer.serialization.foreign import layouts
 from . import foreign_files as made
 from .trees import assert_same
 
+
+def pieced_axes(case: Any) -> Any:
+    tensors, stated, values = case
+    return {**tensors, "m.weight_scale": tensors["m.weight_scale"][:, None, :, None]}, stated, values
+
+
 CASES: dict[str, Any] = {
     "gptq": lambda rng: made.gptq(rng),
     "gptq v2": lambda rng: made.gptq(rng, v2=True),
@@ -66,6 +72,7 @@ CASES: dict[str, Any] = {
     "fp8, rows": lambda rng: made.fp8(rng, name="weight_scale", scale=(200, 1)),
     "fp8, inverse": lambda rng: made.fp8(rng, inverse=True),
     "fp8, inverse, rows": lambda rng: made.fp8(rng, inverse=True, scale=(200,)),
+    "fp8, tiles of ModelOpt": lambda rng: pieced_axes(made.fp8(rng, name="weight_scale")),
     "fp8, exponents": lambda rng: made.fp8(rng, e8m0=True),
     "LLM.int8": made.llm_int8,
     "awq, one group": lambda rng: made.awq(rng, group=64),
@@ -198,6 +205,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "gptq, 5 bits",
         {"config": {"checkpoint_format": None, "quant_method": None}},
         r"'m\.qweight'.*AutoRound.*GPTQModel.*'gptq_p'",
+    ),
+    "zero points that are lost": (
+        "pack-quantized, zero points",
+        {"weight_zero_point": None},
+        r"'m\.weight_packed'.*needs a weight_zero_point.*symmetric=False.*'config_groups': None",
+    ),
+    "zero points that should not be": (
+        "pack-quantized, zero points",
+        {"config": {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": True}}}}},
+        r"'m\.weight_zero_point'.*symmetric=True",
+    ),
+    "zero points of int8 that are lost": (
+        "int-quantized",
+        {"config": {"config_groups": {"a": {"weights": {"symmetric": False}}}}},
+        r"'m\.weight'.*needs a weight_zero_point",
     ),
     "an order without the groups of inputs": (
         "pack-quantized, act order",

@@ -271,8 +271,8 @@ GGUF = {
     "rank 4 billion": (gguf(tensors=tensor(rank=2**32 - 1) + b"\0" * 99, count=1), "'t': claims 4,294,967,295 axes"),
     "an unknown tensor type": (gguf(tensors=tensor(code=999), count=1), "'t': is of the ggml type 999; supported"),
     "a tensor type not read": (
-        gguf(tensors=tensor(shape=(256,), code=23), count=1) + b"\0" * 200,
-        "'t': is of the ggml type IQ4_XS; supported",
+        gguf(tensors=tensor(shape=(256,), code=22), count=1) + b"\0" * 200,
+        "'t': is of the ggml type IQ2_S; supported",
     ),
     "half a block": (gguf(tensors=tensor(shape=(33,), code=8), count=1), "Q8_0 holds rows of whole blocks of 32"),
     "sizes that overflow": (gguf(tensors=tensor(shape=(2**40, 2**40)), count=1), "has the shape"),

@@ -29,6 +29,8 @@ from ._tokenizer import Tokenizer
 
 # Tables that are computed here, and what a server rounds keys and values by. Here they are not rounded.
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.self_attn\.([qkv]|kv|prob)_(scale|zero_point))$")
+# Where compressed-tensors says that something is transformed.
+_LOCATION = re.compile(r'"location": "(\w+)"')
 # What it rounds activations by, beside a quantized weight.
 _INPUT_SCALE = re.compile(r"\.(input_(scale|global_scale|zero_point|scale_ub)|(activation|output|[kv])_scale)$")
 
@@ -76,12 +78,33 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 def _of_folder(folder: Path, dense: bool, dtype: Any, tell: Reporter) -> Model:
     given = read_json(folder / "config.json")
     about = described(given, folder / "config.json")
+    if turned := _turned_inputs(given):
+        what = f"says {turned}: inputs of matrices are multiplied by another one first, which is not done here."
+        raise CheckpointError(what, file=folder / "config.json", fix="Take a checkpoint without such transforms.")
     params = _Reading(open_checkpoint(folder), about, dense, dtype, tell).params()
     extra, words = read_json(folder / "generation_config.json"), read_json(folder / "tokenizer_config.json")
     ends = extra.get("eos_token_id", given.get("eos_token_id", given.get("text_config", {}).get("eos_token_id")))
     special = {k: v.get("content", "") if isinstance(v, dict) else v for k, v in words.items() if k.endswith("_token")}
     special = {k: v for k, v in special.items() if isinstance(v, str)}
     return Model(about.config, params, _tokenizer(folder), ends, folder, extra, _template(folder, words), special)
+
+
+def _turned_inputs(given: Mapping[str, Any]) -> str:
+    """What of a configuration says that inputs are turned while the model runs: of AutoRound, of compressed-tensors.
+
+    Transforms of weights alone are part of these.
+    """
+    for part in (given, given.get("text_config")):
+        stated = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if not isinstance(stated, Mapping):
+            continue
+        for key in ("rotation_config", "spinquant_config"):
+            if stated.get(key):
+                return key
+        places = set(_LOCATION.findall(json.dumps(stated.get("transform_config"))))
+        if online := sorted(place for place in places if not place.startswith("weight")):
+            return f"transform_config of {', '.join(online)}"
+    return ""
 
 
 def _template(folder: Path, words: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,10 @@ except ModuleNotFoundError:  # collected by pytest, which finds no examples here
         raise
 
 OUT = Path(__file__).with_name("gguf.npz")
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
+KINDS = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "IQ4_XS",
+    "TQ1_0", "TQ2_0",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from eformer.errors import CheckpointError
 
 from ..safetensors.header import Entry
-from . import bitsandbytes, float_schemes, integer_schemes
+from . import bitsandbytes, compressed_integers, float_schemes, integer_schemes
 from .configuration import words_of
 from .scheme import FLOATS, Scheme, text_of
 
-SCHEMES: tuple[Scheme, ...] = integer_schemes.SCHEMES + float_schemes.SCHEMES
+SCHEMES: tuple[Scheme, ...] = integer_schemes.SCHEMES + compressed_integers.SCHEMES + float_schemes.SCHEMES
 # Tensors that mean nothing without others. These suffixes parameters of any model may have.
 _COMMON = {"", ".weight", ".scale", ".scales", ".biases", "_scale", "_scales"}
 _COMPANIONS = sorted({s for scheme in SCHEMES for s in scheme.suffixes} - _COMMON, key=len, reverse=True)

@@ -33,7 +33,9 @@ def fp8(codes: str, suffix: str, leaf: str | None = None) -> Scheme:
         # The shapes a scale may have, and those they stand for.
         whole, outputs, inputs = (*lead, 1, 1), (*lead, rows, 1), (*lead, 1, size)
         allowed = {(*lead,): whole, (*lead, rows): outputs, whole: whole, outputs: outputs, tiles: tiles}
-        allowed |= {(): one, (1,): one, one: one, **({inputs: inputs} if lead else {})}
+        allowed |= {(): one, (1,): one, one: one}
+        # Experts along inputs; what ModelOpt calls FP8_PB_WO.
+        allowed |= {inputs: inputs} if lead else {(tiles[0], 1, tiles[1], 1): tiles}
         if scale.shape not in allowed:
             each = " for each matrix" if lead else ""
             what = f"is {text_of(scale)}, but a weight {text_of(stored)} has one scale, {rows}, or {list(tiles)}{each}."

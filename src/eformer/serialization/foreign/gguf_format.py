@@ -56,18 +56,21 @@ TYPES: dict[int, BlockType] = {
     14: BlockType("Q6_K", 256, 210),
     15: BlockType("Q8_K", 256, 292),
     20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
     24: BlockType("I8", 1, 1, "int8"),
     25: BlockType("I16", 1, 2, "int16"),
     26: BlockType("I32", 1, 4, "int32"),
     27: BlockType("I64", 1, 8, "int64"),
     28: BlockType("F64", 1, 8, "float64"),
     30: BlockType("BF16", 1, 2, "bfloat16"),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
     39: BlockType("MXFP4", 32, 17),
 }
 # Those of which only the size is known: they are listed, and not read.
 _LISTED = {
     16: ("IQ2_XXS", 66), 17: ("IQ2_XS", 74), 18: ("IQ3_XXS", 98), 19: ("IQ1_S", 50), 21: ("IQ3_S", 110),
-    22: ("IQ2_S", 82), 23: ("IQ4_XS", 136), 29: ("IQ1_M", 56), 34: ("TQ1_0", 54), 35: ("TQ2_0", 66),
+    22: ("IQ2_S", 82), 29: ("IQ1_M", 56),
 }  # fmt: skip
 TYPES |= {code: BlockType(name, 256, nbytes) for code, (name, nbytes) in _LISTED.items()}
 TYPES |= {40: BlockType("NVFP4", 64, 36), 41: BlockType("Q1_0", 128, 18)}
@@ -339,5 +342,33 @@ def q6_k(raw: np.ndarray) -> np.ndarray:
     return (codes.reshape(-1, 16, 16) * scale[..., None]).reshape(-1, 256)
 
 
-_DECODERS = (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k)
+def iq4_xs(raw: np.ndarray) -> np.ndarray:
+    """Eight runs of 32 codes of IQ4_NL; a run's scale has its 2 high bits in bytes 2 and 3, its low ones from 4 on."""
+    high = _bits(raw[:, 2:4], 2).swapaxes(1, 2).reshape(-1, 8)
+    low = _bits(raw[:, 4:8], 4).swapaxes(1, 2).reshape(-1, 8)
+    scale = ((low | high << np.uint8(4)).astype(np.float32) - 32) * _half(raw, 0)
+    codes = _nibbles(raw[:, 8:].reshape(-1, 8, 16))
+    return (IQ4_NL_CODEBOOK[codes] * scale[..., None]).reshape(-1, 256)
+
+
+# Ternary types: digits 0 to 2 stand for -1 to 1.
+
+
+def tq1_0(raw: np.ndarray) -> np.ndarray:
+    """A byte is 256 / 243 of a fraction of five digits to the base 3; the last four bytes have four."""
+    runs = []
+    for first, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        left = raw[:, None, first:end] * np.array([3**i for i in range(count)], np.uint8)[:, None]  # modulo 256
+        runs.append((left.astype(np.uint16) * 3 >> 8).reshape(len(raw), -1))
+    return (np.concatenate(runs, axis=-1).astype(np.float32) - 1) * _half(raw, 52)
+
+
+def tq2_0(raw: np.ndarray) -> np.ndarray:
+    codes = _bits(raw[:, :64].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    return (codes.astype(np.float32) - 1) * _half(raw, 64)
+
+
+_DECODERS = (
+    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, q8_k, iq4_xs, tq1_0, tq2_0
+)  # fmt: skip
 DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {decode.__name__.upper(): decode for decode in _DECODERS}
