@@ -130,6 +130,28 @@ def test_a_row_is_all_that_is_contracted(fmt: str, spec: str) -> None:
     assert error(dy, np.einsum(spec, np.asarray(x, np.float64), true)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3b11fnuz", "float4_e2m1fn"])
+def test_codes_are_not_rounded_to_a_narrow_type_of_x(dtype: str) -> None:
+    rng, numbers = seeded(dtype), (((1,), (0,)), ((), ()))
+    x, w = normal(rng, 5, 64).astype(dtype), normal(rng, 64, 24)
+    for fmt, kind in (("int8", "int8"), ("nf4", "int8"), ("fp8", "fp8"), ("mxfp8", "fp8")):
+        q = quantize(w, dtype=fmt, activations=kind, axis=0)
+        around = ActivationArray(PermutedArray(q.w, jnp.arange(64), axis=-2), activations=kind)
+        stack = jax.tree.map(lambda part: part[None], q)
+        want = rounded(x.astype(jnp.float32), (1,), kind) @ np.asarray(q.materialize(), np.float64)
+        assert error(implicit(lax.dot_general)(x, q, numbers), want) < near(fmt)
+        assert error(implicit(lax.dot_general)(x, around, numbers), want) < near(fmt)
+        assert error(implicit(lax.ragged_dot)(x, stack, jnp.array([5])), want) < near(fmt)
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_groups_have_the_dtype_that_jax_gives_them(activations: str | None) -> None:
+    q = quantize(jnp.ones((2, 32, 8), jnp.bfloat16), dtype="nf4", activations=activations)
+    x, sizes = jnp.ones((4, 32), jnp.float16), jnp.array([1, 3])
+    y = implicit(lax.ragged_dot)(x, q, sizes)
+    assert y.dtype == lax.ragged_dot(x, q.materialize(), sizes).dtype == jnp.bfloat16
+
+
 def test_other_weights_round_around_their_own_product() -> None:
     rng = seeded()
     x, w, order = normal(rng, 4, 32), normal(rng, 32, 16), jnp.asarray(rng.permutation(32), jnp.int32)

@@ -18,7 +18,6 @@ from jax import lax
 from eformer._core import register
 from eformer._core.materialization import decode
 from eformer._core.trace import switches
-from eformer._jax import avals
 from eformer._kernels import activations as _activations
 from eformer._kernels import qmatmul, qragged_dot
 from eformer._kernels.scale_gradient import in_panels
@@ -28,7 +27,7 @@ from eformer._record import record
 from . import shapes as _shapes
 from . import turned
 from .base import QuantizedArray
-from .wrapped import axes_of, is_plain_ragged, register_product
+from .wrapped import axes_of, is_plain_ragged, register_product, result_dtype
 
 switches.append(kernel_switches)
 
@@ -73,10 +72,7 @@ def multiply(primitive: Any, x: Any, q: Any, q_first: bool, params: dict[str, An
         if numbers is None:
             break
         q, params = known.source, {**params, "dimension_numbers": numbers}
-    out = params.get("preferred_element_type")
-    if out is None:
-        (aval,) = avals.result_avals(primitive, [q, x] if q_first else [x, q], params) or [None]
-        out = None if aval is None else aval.dtype
+    out = result_dtype(primitive, [q, x] if q_first else [x, q], params)
     if out is None or not jnp.issubdtype(out, jnp.inexact):
         return NotImplemented
     if q.kernel_format is None and (q.is_sharded or 0 in q.shape):  # panels would be taken from all devices
@@ -230,16 +226,16 @@ def _unblocked(plan: Plan, x: Any, q: Any, options: dict[str, Any]) -> Any:
 def ragged_dot_general(
     primitive: Any, lhs: jax.Array, rhs: QuantizedArray, group_sizes: jax.Array, **params: Any
 ) -> Any:
-    return multiply_groups(lhs, rhs, group_sizes, params)
+    return multiply_groups(primitive, lhs, rhs, group_sizes, params)
 
 
-def multiply_groups(x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **rounding: Any) -> Any:
+def multiply_groups(primitive: Any, x: Any, q: Any, group_sizes: Any, params: dict[str, Any], **rounding: Any) -> Any:
     """Rows of x in consecutive groups, each times its own matrix of a stack (…`lax.ragged_dot`)."""
     plain = is_plain_ragged(params, x.ndim, q.ndim) and (q.blocked is None or _shapes.blocked_axis(q) != 0)
     if not plain or q.kernel_format is None:
         return NotImplemented
     (_, (contracted,)), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
+    out = result_dtype(primitive, [x, q, group_sizes], params)
     if 0 in q.shape or 0 in x.shape:
         return jnp.zeros((x.shape[0], q.shape[3 - contracted]), out)
     if q.blocked is None:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from eformer._core import implicit, register
 from eformer._core.fields import layout
 from eformer._core.trace import is_implicit
+from eformer._jax import avals
 
 from .base import Packed
 from .sharding import full_spec
@@ -133,6 +134,14 @@ def register_product(function: Product) -> Product:
 def axes_of(dimension_numbers: Any, q_first: bool) -> Any:
     """The axes of a product that are contracted, of q and of x, and those that number matrices, of q and of x."""
     return tuple(pair if q_first else pair[::-1] for pair in dimension_numbers)
+
+
+def result_dtype(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The dtype that a product promises, by the rules of the primitive; None where it has none."""
+    if (wanted := params.get("preferred_element_type")) is not None:
+        return wanted
+    (aval,) = avals.result_avals(primitive, operands, params) or [None]
+    return None if aval is None else aval.dtype
 
 
 def is_plain_ragged(params: dict[str, Any], x_ndim: int, q_ndim: int) -> bool:

@@ -66,6 +66,11 @@ def wide(dtype: Any) -> Any:
     return dtype if dtype == jnp.float64 else np.dtype(np.float32)
 
 
+def holding(dtype: Any) -> Any:
+    """The type in which codes of x are multiplied: that of x, where it holds all of them."""
+    return dtype if np.dtype(dtype).itemsize > 1 else np.dtype(np.float32)
+
+
 def largest_magnitude(x: jax.Array, axes: Any = -1) -> jax.Array:
     """max|x| of each row, in float32 at least; infinity where a value is none or infinite."""
     values = jnp.abs(x.astype(wide(x.dtype)))
@@ -176,13 +181,14 @@ def qmatmul(
     dtype = problem.compute_dtype
     small, factor = rounded(x, x_scale, problem.activations or "")
     factor = factor[:, None].astype(dtype)
-    plain = problem.replace(activations=None, backward=None, out_dtype=dtype)
-    if problem.is_empty or not problem.scales_results_only:  # codes of x are exact in any type that x has
-        return (product(plain, small.astype(x.dtype), codes, scale) * factor).astype(problem.out_dtype)
+    held = holding(x.dtype)
+    plain = problem.replace(activations=None, backward=None, x_dtype=held, out_dtype=dtype)
+    if problem.is_empty or not problem.scales_results_only:
+        return (product(plain, small.astype(held), codes, scale) * factor).astype(problem.out_dtype)
     if problem.fmt == "int8" and problem.activations == "int8":
         sums = _integer_sums(problem, small, codes).astype(dtype)
     else:
-        sums = sums_of(plain.replace(scale_shape=None), small.astype(x.dtype), codes)
+        sums = sums_of(plain.replace(scale_shape=None), small.astype(held), codes)
     first = jnp.where(factor < SMALL, factor, 1)
     y = sums * first * (jnp.where(factor < SMALL, 1, factor) * scale.astype(dtype).reshape(1, -1))
     return y.astype(problem.out_dtype)

@@ -12,12 +12,12 @@ from jax import lax
 from eformer._core import implicit, register
 from eformer._core.materialization import default_handler
 from eformer._jax import jaxprs
-from eformer._kernels.activations import round_by
+from eformer._kernels.activations import holding, round_by
 
 from .. import dot as _dot
 from ..base import QuantizedArray
 from ..blocks import wide
-from ..wrapped import axes_of, is_plain_ragged, register_product
+from ..wrapped import axes_of, is_plain_ragged, register_product, result_dtype
 from .array import ActivationArray
 from .stochastic import with_rounded_gradient
 
@@ -85,7 +85,7 @@ def _around(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, par
         changed = {**params, "preferred_element_type": out}
         return implicit(lambda a, b: default_handler(primitive, a, b, **changed))(*operands)
 
-    out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
+    out = result_dtype(primitive, [q, x] if q_first else [x, q], params)
     return straight_through(product, of_rows, x, q, tuple(xc), x_scale, out)
 
 
@@ -98,7 +98,7 @@ def straight_through(
 
     def scaled(x: Any, leaves: Any, x_scale: Any) -> jax.Array:
         codes, factor = round_by(x, x_scale, q.activations, axes)
-        y = product(codes.astype(x.dtype), jax.tree.unflatten(structure, leaves), wide(out))
+        y = product(codes.astype(holding(x.dtype)), jax.tree.unflatten(structure, leaves), wide(out))
         return (y * of_rows(factor).astype(y.dtype)).astype(out)
 
     # Everything traced is an argument: what a rule closes over may belong to a trace that is gone when it runs.
@@ -141,7 +141,7 @@ def ragged_dot_general(
     y: Any = NotImplemented
     if isinstance(q.w, QuantizedArray) and not q.w.carries_factor:
         rounding = {**_settings(q), "x_scale": x_scale}
-        y = _dot.multiply_groups(x, q.w, group_sizes, params, **rounding)
+        y = _dot.multiply_groups(primitive, x, q.w, group_sizes, params, **rounding)
     if y is NotImplemented:
 
         def product(x: Any, w: Any, out: Any) -> jax.Array:
@@ -149,7 +149,7 @@ def ragged_dot_general(
             run = implicit(lambda *operands: default_handler(primitive, *operands, **changed))
             return run(x, w, group_sizes)
 
-        out = params.get("preferred_element_type") or jnp.result_type(x.dtype, q.dtype)
+        out = result_dtype(primitive, [x, q, group_sizes], params)
         kept = None if x_scale is None else x_scale[:, None]
         y = straight_through(product, lambda factor: factor, x, q, (1,), kept, out)
     return with_rounded_gradient(y, q, [1])
