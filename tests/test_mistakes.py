@@ -303,6 +303,15 @@ def test_options_of_formats_belong_to_rules(w, tmp_path):
     assert ef.quantize_tree({"w": w}, default={"dtype": "nf4", "block_size": 32})["w"].block_size == 32
 
 
+@pytest.mark.parametrize("options", [{"dtype": "int4"}, {"dtype": "int4", "block_size": 32}, {"bits": 4}])
+def test_options_are_no_rules(w, options):
+    with pytest.raises(ValueError, match=r"are options of a format, (.|\n)* \{\"\*\": \{'(dtype|bits)': "):
+        ef.quantize_tree({"w": w}, options)
+    named = {"axis": None, "method": "int8"}  # leaves may be called so
+    made = ef.quantize_tree({"axis": w, "method": w + 1, "w": w + 2}, named, donate=False)
+    assert [leaf.format for leaf in ef.report(made).leaves] == ["float32", "int8", "nf4"]
+
+
 def test_dropout_is_for_one_step(w, key, tmp_path):
     params = ef.add_lora({"w": w}, "*", 4, key, dropout=0.5)
     with pytest.raises(TypeError, match=r"key is of type dict.*lora_dropout\(params, key\)"):
@@ -352,6 +361,14 @@ def test_the_command_line_speaks_its_own_language(w, tmp_path, capsys):
     assert "with dtype=int8" in said
     assert "--rule 'a/kernel=none'" in said
     assert "dequantize_tree" not in said
+
+
+def test_an_error_inside_jax_is_one_line(w, tmp_path, capsys):
+    file = ef.save(tmp_path / "q.safetensors", {"a": {"kernel": ef.quantize(w, dtype="nf4")}})
+    assert main(["export", str(file), str(tmp_path / "folder"), "--to", "gptq"]) == 1
+    said = capsys.readouterr().err
+    assert said.rstrip().endswith("or materialize it.")
+    assert "JAX" not in said
 
 
 def test_windows_and_activations_on_the_command_line(w, tmp_path, capsys):

@@ -76,3 +76,24 @@ def test_a_report_with_the_models_swapped():
     packed = ef.quantize_tree({"up": {"kernel": W}}, donate=False)
     with pytest.raises(ValueError, match=r"'up/kernel' is ArrayNF4(.|\n)*report\(quantized, dense\)"):
         ef.report({"up": {"kernel": W}}, packed)
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "int8", "int4", "mxfp4", "ternary"])
+def test_a_layer_with_a_jvp_of_its_own_keeps_its_weight_packed(dtype):
+    @jax.custom_jvp
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    @layer.defjvp
+    def _(primals, tangents):
+        (x, w), (dx, _) = primals, tangents
+        y = layer(x, w)
+        return y, (1 - y**2) * (dx @ w)
+
+    q = ef.quantize(jax.random.normal(jax.random.key(0), (64, 32)), dtype=dtype)
+    x = jax.random.normal(jax.random.key(1), (4, 64)) / 8
+    with ef.materialization_policy("error"):
+        value, got = jax.jit(jax.value_and_grad(lambda x: ef.implicit(layer)(x, q).sum()))(x)
+    want = jax.value_and_grad(lambda x: layer(x, q.materialize()).sum())(x)
+    assert jnp.allclose(value, want[0], rtol=1e-5)
+    assert jnp.allclose(got, want[1], rtol=1e-4, atol=1e-5)

@@ -189,6 +189,8 @@ def test_a_text_longer_than_the_model_knows(source: Path, tmp_path: Path, capsys
     folders.write_tokenizer(short)
     assert main(["generate", str(short), "--prompt", "abc", "--tokens", "6"]) == 0
     assert "a prompt of 3 tokens and up to 6 more are beyond the 8 positions" in capsys.readouterr().err
+    assert main(["generate", str(short), "--prompt", "abc" * 3, "--tokens", "1"]) == 0
+    assert "Only a shorter prompt stays within." in capsys.readouterr().err
     assert main(["generate", str(short), "--prompt", "abc", "--tokens", "5"]) == 0
     assert "warning" not in capsys.readouterr().err
 

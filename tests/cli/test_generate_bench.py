@@ -40,6 +40,7 @@ def test_a_model_from_gguf_to_text(tmp_path: Path, capsys: pytest.CaptureFixture
     eight = ("--format", "int8", "--activations", "int8")
     rounded = run(capsys, "generate", gguf, "--prompt", "ab", "--tokens", "4", *eight)
     assert (rounded["activations"], len(rounded["tokens"])) == ("int8", 4)
+    assert rounded["tokens_per_second"] is None  # all came at once
     assert main(["generate", str(gguf), "--activations", "int8"]) == 2
     assert "give a format, as in --format int8 --activations int8" in capsys.readouterr().err
     assert main(["generate", str(gguf), "--format", "fp8", "--activations", "int8"]) == 2

@@ -52,6 +52,19 @@ def test_quantizing_what_is_split(way: str, kind: AxisType) -> None:
                 np.testing.assert_allclose(np.asarray(dense(found)), want, rtol=1e-6, err_msg=str(spec))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_blocks_of_128_by_128_of_what_is_split(kind: AxisType) -> None:
+    mesh = jax.make_mesh((4, 2), ("t", "u"), (kind, kind))
+    w = normal(seeded("tiles"), 512, 1000)
+    make = lambda w: quantize(w, dtype="fp8", block_size=128)  # noqa: E731
+    want = dense(make(w))
+    with jax.set_mesh(mesh):
+        for spec in (P("t"), P(None, "u"), P("t", "u")):
+            split = jax.device_put(w, NamedSharding(mesh, spec))
+            for found in (make(split), jax.jit(make)(split)):
+                np.testing.assert_array_equal(dense(found), want, err_msg=str(spec))
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int4", "binary"])
 def test_a_split_that_cuts_a_block_of_an_explicit_mesh_is_named(kind: str) -> None:
     mesh = jax.make_mesh((8,), ("t",), (AxisType.Explicit,))

@@ -64,7 +64,7 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
     f = jax.custom_jvp(lambda *vals: call(*vals))
 
     def jvp_rule(primals: Any, tangents: Any) -> Any:
-        pairs = [_dense_pair(primitive, p, t) for p, t in zip(primals, tangents, strict=True)]
+        pairs = [_pair(p, t) for p, t in zip(primals, tangents, strict=True)]
         moves = [t if symbolic_zeros else jaxprs.instantiated(t) for _, t in pairs]
         out = differentiate(*[p for p, _ in pairs], *moves)
         return out[: len(out) // 2], out[len(out) // 2 :]
@@ -75,14 +75,14 @@ def _custom_jvp(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict
         return f(*values)
 
 
-def _dense_pair(primitive: Any, primal: Any, tangent: Any) -> tuple[Any, Any]:
-    """A dense primal and its tangent, for a user's rule that was written for arrays."""
+def _pair(primal: Any, tangent: Any) -> tuple[Any, Any]:
+    """A primal and its tangent for a user's rule: dense if it is differentiated, else as it is, with a zero."""
     if not is_implicit(primal):
         return primal, tangent
     leaves, treedef = jtu.tree_flatten(primal)
     tangents = treedef.flatten_up_to(tangent)
     if all(map(jaxprs.is_symbolic_zero, tangents)):
-        return dense_for(primitive, primal), jaxprs.symbolic_zero(primal.aval)
+        return primal, jaxprs.symbolic_zero(primal.aval)
     return jvp_of_moving(lambda *ls: materialize(jtu.tree_unflatten(treedef, ls)), leaves, tangents)
 
 

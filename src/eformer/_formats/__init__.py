@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import collectives as collectives
 from . import dot as dot
 from . import lookup as lookup
 from . import shapes as shapes

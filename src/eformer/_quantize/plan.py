@@ -86,6 +86,12 @@ def as_config(choice: Choice, dtype: Any = "nf4") -> QuantizationConfig | None:
     return QuantizationConfig(**{"dtype": dtype, **choice})
 
 
+def _are_options(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Options of one format, such as `{"dtype": "int4", "block_size": 128}`, and no patterns?"""
+    names = (*(f.name for f in dataclasses.fields(QuantizationConfig)), *_OPTIONS)
+    return all(key in names for key, _ in pairs) and any(key == "dtype" or isinstance(v, int) for key, v in pairs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """One pattern and what it asks for."""
@@ -142,6 +148,11 @@ class Rules(Sequence[Rule]):
         wrong = [pair for pair in pairs if not (isinstance(pair, (tuple, list)) and len(pair) == 2)]
         if wrong:
             raise TypeError(f"rules are pairs (pattern, format), got {wrong[0]!r}.")
+        if _are_options(pairs):
+            raise ValueError(
+                f"rules={dict(pairs)} are options of a format, where patterns and formats are expected. For all leaves "
+                f'write {{"*": {dict(pairs)}}}.'
+            )
         self._rules = tuple(Rule(pattern, as_config(choice, dtype)) for pattern, choice in pairs)
 
     def __len__(self) -> int:

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("eformer.cli.doctor", "versions, native kernels, a self-check and a few timings"),
 }
 INTERRUPTED = 130
+_FRAMES = "----"  # how a note of JAX begins that says where its frames went
 # Options by other names: those of the functions, and of other programs.
 _MEANT = {"--dtype": "--format", "--bits": "--format", "--group-size": "--block-size"}
 
@@ -72,7 +73,8 @@ def run_command(name: str, text: str, command: Any, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (CheckpointError, OSError) as err:
-        return _said(name, ". ".join([str(err), *getattr(err, "__notes__", ())]), FAILED)
+        notes = [note for note in getattr(err, "__notes__", ()) if not note.startswith(_FRAMES)]
+        return _said(name, ". ".join([str(err).removesuffix(".") if notes else str(err), *notes]), FAILED)
     except KeyboardInterrupt:
         again = "; the same command continues where it stopped" if name.endswith("quantize") else ""
         return _said(name, f"interrupted{again}", INTERRUPTED)

@@ -103,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
     say("" if options.chat else asked)
     how_much = {"stop": options.stop, "chunk": PIECE, "cache": options.cache}
     for text, tokens in stream(model, prompt, options.tokens, sampling=how, **how_much):
-        seconds.append((time.perf_counter() - begun, len(made)))
         made += tokens
+        seconds.append((time.perf_counter() - begun, len(made)))
         written += text
         say(text)
     found = _facts(options, made, written, seconds, model.params) | {"sampling": dataclasses.asdict(how)}
@@ -178,9 +178,10 @@ def _without_tokenizer(folder: Path) -> str:
 def warn_of_length(model: Model, prompt: int, count: int) -> None:
     """A text may get longer than what the model was trained on; then it gets worse, and somebody should know why."""
     if (most := model.config.positions) and prompt + count > most:
+        within = f"--tokens {most - prompt} stays within." if prompt < most else "Only a shorter prompt stays within."
         print(
             f"warning: a prompt of {prompt} tokens and up to {count} more are beyond the {most} positions of this "
-            f"model; output there may be poor. --tokens {max(most - prompt, 1)} stays within.",
+            f"model; output there may be poor. {within}",
             file=sys.stderr,
         )
 
@@ -198,8 +199,9 @@ def in_words(model: Model, messages: list[dict[str, str]]) -> str:
 def _facts(
     options: argparse.Namespace, made: list[int], written: str, seconds: list[tuple[float, int]], params: Any
 ) -> dict[str, Any]:
-    (first, _), (last, before) = seconds[0], seconds[-1]
-    later = before / (last - first) if before and last > first else None
+    first, before = seconds[0]
+    last = next(at for at, count in seconds if count == len(made))  # what comes behind is text that was held back
+    later = (len(made) - before) / (last - first) if last > first else None
     sizes = report_of(params)
     return {
         "model": options.model,

@@ -279,7 +279,10 @@ def encode_tiles(w: jax.Array, *, kind: str, axis: int) -> tuple[jax.Array, jax.
 
 def spread(tiles: jax.Array, axis: int, size: int) -> jax.Array:
     """One entry per position of an axis that holds one per tile."""
-    return lax.slice_in_dim(jnp.repeat(tiles, TILE, axis=axis), 0, size, axis=axis)
+    axis %= tiles.ndim
+    shape = (*tiles.shape[: axis + 1], TILE, *tiles.shape[axis + 1 :])
+    each = jnp.broadcast_to(jnp.expand_dims(tiles, axis + 1), shape)
+    return lax.slice_in_dim(lax.collapse(each, axis, axis + 2), 0, size, axis=axis)
 
 
 def _padded(x: jax.Array, axis: int) -> jax.Array:
