@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from eformer._core import implicit, register
+from eformer._core import default_handler, implicit, register
 from eformer._core.fields import layout
 from eformer._core.trace import is_implicit
 from eformer._jax import avals
@@ -32,6 +32,16 @@ Product = Callable[[Any, jax.Array, Any, bool, dict[str, Any]], Any]
 def on_weight(op: Callable[..., Any], *operands: Any) -> Any:
     """An operation on a weight. Handlers run outside dispatch, so it is turned on again for an implicit one."""
     return implicit(op)(*operands) if any(map(is_implicit, operands)) else op(*operands)
+
+
+def redo(primitive: Any, params: dict[str, Any], *operands: Any) -> Any:
+    """The operation that is being handled, on other operands."""
+    return on_weight(lambda *given: default_handler(primitive, *given, **params), *operands)
+
+
+def multiply(primitive: Any, x: Any, weight: Any, q_first: bool, params: dict[str, Any]) -> Any:
+    """The product that is being handled, with another weight."""
+    return redo(primitive, params, *((weight, x) if q_first else (x, weight)))
 
 
 class Wrapped(Packed, frozen=True):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._core import aux_field, default_handler, materialize, register
+from eformer._core import aux_field, materialize, register
 from eformer._core.trace import is_implicit
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import common, wide
 from eformer._formats.lookup import without_whole_axes
-from eformer._formats.wrapped import Axes, Wrapped, axes_of, is_plain_ragged, on_weight, register_product
+from eformer._formats.wrapped import Axes, Wrapped, axes_of, is_plain_ragged, on_weight, redo, register_product
 
 
 @dataclasses.dataclass
@@ -125,8 +125,7 @@ def product(primitive: Any, x: jax.Array, q: LoraArray, q_first: bool, params: d
     """x·w + ((x·a)·b) * scale: the factor that holds contracted axes goes first, and `a · b` is never formed."""
     if params.get("out_sharding") is not None:
         return NotImplemented
-    w = q.frozen()
-    base = on_weight(lambda lhs, rhs: default_handler(primitive, lhs, rhs, **params), *((w, x) if q_first else (x, w)))
+    base = redo(primitive, params, *((q.frozen(), x) if q_first else (x, q.frozen())))
     if not jnp.issubdtype(base.dtype, jnp.inexact):
         return NotImplemented
     x_labels, first, second, out = labels(x.ndim, q, q_first, params["dimension_numbers"])
@@ -172,7 +171,7 @@ def ragged_dot_general(primitive: Any, x: jax.Array, q: LoraArray, group_sizes: 
     """Rows of x in groups, each times its own matrix of a stack, with two more ragged products as thin as the rank."""
     if not is_plain_ragged(params, x.ndim, q.ndim) or (q.left, q.right) != (1, 1):
         return NotImplemented
-    base = on_weight(lambda *operands: default_handler(primitive, *operands, **params), x, q.frozen(), group_sizes)
+    base = redo(primitive, params, x, q.frozen(), group_sizes)
     if not jnp.issubdtype(base.dtype, jnp.inexact):
         return NotImplemented
     (_, (contracted,)), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers

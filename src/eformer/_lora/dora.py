@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._core import aux_field, default_handler, implicit, materialize, register
+from eformer._core import aux_field, implicit, materialize, register
 from eformer._formats.activations.array import ActivationArray
 from eformer._formats.arguments import is_storage
 from eformer._formats.blocks import wide
-from eformer._formats.wrapped import Wrapped, register_product
+from eformer._formats.wrapped import Wrapped, multiply, register_product
 
 from .array import LoraArray, labels
 
@@ -154,14 +154,10 @@ def product(primitive: Any, x: jax.Array, q: DoraArray, q_first: bool, params: d
     if not jnp.issubdtype(jnp.promote_types(x.dtype, q.dtype), jnp.inexact):
         return NotImplemented
 
-    def of_adapter(x: Any, v: Any) -> Any:
-        return default_handler(primitive, *((v, x) if q_first else (x, v)), **params)
-
     if all(axis in out for axis in axes):
-        result = implicit(of_adapter)(x, q.v)
-        return _stretched(result, out, q.ratio(), axes)
+        return _stretched(multiply(primitive, x, q.v, q_first, params), out, q.ratio(), axes)
     if all(axis in x_labels for axis in axes):
-        return implicit(of_adapter)(_stretched(x, x_labels, q.ratio(), axes), q.v)
+        return multiply(primitive, _stretched(x, x_labels, q.ratio(), axes), q.v, q_first, params)
     return NotImplemented
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eformer._core import ImplicitArray, aux_field, implicit
-from eformer._core.materialization import default_handler
+from eformer._core import ImplicitArray, aux_field
 from eformer._core.trace import ImplicitTracer
 from eformer._kernels.formats import FORMATS, one_of
 from eformer._kernels.parameters import ACTIVATIONS
@@ -17,7 +16,7 @@ from eformer._kernels.parameters import ACTIVATIONS
 from ..arguments import is_storage
 from ..base import QuantizedArray
 from ..gradients import refusal
-from ..wrapped import Wrapped
+from ..wrapped import Wrapped, redo
 from .numbers import FIELDS, follow
 
 
@@ -138,7 +137,7 @@ class ActivationArray(Wrapped):
         """What the weights themselves do; the result is such an array again where all of them were, and it is one."""
         params = params or {}
         weights = [a.w if isinstance(a, ActivationArray) else a for a in args]
-        found = implicit(lambda *operands: default_handler(primitive, *operands, **params))(*weights)
+        found = redo(primitive, params, *weights)
         several = isinstance(found, (list, tuple))
         results: list[Any] = list(found) if several else [found]
         if any(isinstance(r, ImplicitArray) for r in results):

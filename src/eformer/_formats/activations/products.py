@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._core import implicit, register
-from eformer._core.materialization import default_handler
+from eformer._core import register
 from eformer._jax import jaxprs
 from eformer._kernels.activations import holding, round_by
 
 from .. import dot as _dot
 from ..base import QuantizedArray
 from ..blocks import wide
-from ..wrapped import axes_of, is_plain_ragged, register_product, result_dtype
+from ..wrapped import axes_of, is_plain_ragged, multiply, redo, register_product, result_dtype
 from .array import ActivationArray
 from .stochastic import with_rounded_gradient
 
@@ -81,9 +80,7 @@ def _around(primitive: Any, x: jax.Array, q: ActivationArray, q_first: bool, par
         return lax.expand_dims(moved, range(first, first + new))
 
     def product(x: Any, w: Any, out: Any) -> jax.Array:
-        operands = (w, x) if q_first else (x, w)
-        changed = {**params, "preferred_element_type": out}
-        return implicit(lambda a, b: default_handler(primitive, a, b, **changed))(*operands)
+        return multiply(primitive, x, w, q_first, {**params, "preferred_element_type": out})
 
     out = result_dtype(primitive, [q, x] if q_first else [x, q], params)
     return straight_through(product, of_rows, x, q, tuple(xc), x_scale, out)
@@ -145,9 +142,7 @@ def ragged_dot_general(
     if y is NotImplemented:
 
         def product(x: Any, w: Any, out: Any) -> jax.Array:
-            changed = {**params, "preferred_element_type": out}
-            run = implicit(lambda *operands: default_handler(primitive, *operands, **changed))
-            return run(x, w, group_sizes)
+            return redo(primitive, {**params, "preferred_element_type": out}, x, w, group_sizes)
 
         out = result_dtype(primitive, [x, q, group_sizes], params)
         kept = None if x_scale is None else x_scale[:, None]

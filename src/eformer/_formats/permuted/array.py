@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from eformer._core import aux_field, default_handler, materialize, register
+from eformer._core import aux_field, materialize, register
 
 from ..sharding import full_spec
-from ..wrapped import Axes, Wrapped, axes_of, on_weight, register_product
+from ..wrapped import Axes, Wrapped, axes_of, multiply, on_weight, register_product
 
 
 @dataclasses.dataclass
@@ -77,7 +77,7 @@ def product(primitive: Any, x: jax.Array, q: PermutedArray, q_first: bool, param
     sorted_axis = q.ndim + q.axis
     if q_axes[0] == sorted_axis:
         x = jnp.take(x, q.order, axis=x_axes[0])
-    made = on_weight(lambda a, b: default_handler(primitive, a, b, **params), *((q.w, x) if q_first else (x, q.w)))
+    made = multiply(primitive, x, q.w, q_first, params)
     if q_axes[0] == sorted_axis:
         return made
     return jnp.take(made, jnp.argsort(q.order), axis=0 if q_first else made.ndim - 1)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eformer._core import aux_field, default_handler, materialize, register
+from eformer._core import aux_field, materialize, register
 from eformer._core.trace import is_implicit
 
 from ..arguments import is_storage
 from ..blocks import wide
-from ..wrapped import Wrapped, axes_of, gathered, is_plain_ragged, on_weight, register_product, taken
+from ..wrapped import Wrapped, axes_of, gathered, is_plain_ragged, multiply, redo, register_product, taken
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ def product(primitive: Any, x: jax.Array, q: ScaledArray, q_first: bool, params:
     if before:
         shared = {**dict(zip(qc, xc, strict=True)), **dict(zip(qb, xb, strict=True))}
         x = _times(x, _placed(q.factor, shared, x.ndim))
-    made = on_weight(lambda a, b: default_handler(primitive, a, b, **params), *((q.w, x) if q_first else (x, q.w)))
+    made = multiply(primitive, x, q.w, q_first, params)
     if before:
         return made
     kept = [axis for axis in range(q.ndim) if axis not in (*qc, *qb)]
@@ -107,7 +107,7 @@ def ragged_dot_general(primitive: Any, x: jax.Array, q: ScaledArray, group_sizes
         return NotImplemented
     factor = lax.squeeze(q.factor, (3 - contracted,))
     of_rows = jnp.repeat(factor, group_sizes, axis=0, total_repeat_length=x.shape[0]) if factor.shape[0] > 1 else factor
-    return on_weight(lambda *given: default_handler(primitive, *given, **params), _times(x, of_rows), q.w, group_sizes)
+    return redo(primitive, params, _times(x, of_rows), q.w, group_sizes)
 
 
 @register("transpose")
@@ -124,7 +124,7 @@ def gather(primitive: Any, q: ScaledArray, indices: jax.Array, **params: Any) ->
     fill, numbers = params.get("fill_value"), params["dimension_numbers"]
     if fill is not None and fill == fill and fill != 0:
         return NotImplemented
-    found = on_weight(lambda w: default_handler(primitive, w, indices, **params), q.w)
+    found = redo(primitive, params, q.w, indices)
     factor = gathered(q.factor, q, indices, params)
     last = tuple(range(found.ndim - q.core, found.ndim))
     return _taken(q, found, factor, tuple(numbers.offset_dims[-q.core :]) == last)
@@ -133,7 +133,7 @@ def gather(primitive: Any, q: ScaledArray, indices: jax.Array, **params: Any) ->
 @register("dynamic_slice")
 def dynamic_slice(primitive: Any, q: ScaledArray, *starts: jax.Array, **params: Any) -> Any:
     """As `gather`."""
-    found = on_weight(lambda w: default_handler(primitive, w, *starts, **params), q.w)
+    found = redo(primitive, params, q.w, *starts)
     return _taken(q, found, taken(q.factor, starts, params["slice_sizes"]), True)
 
 
