@@ -1,6 +1,7 @@
 // Products whose x is rounded to 8 bits. Compiled once per instruction set, like kernels.cpp.
 #if defined(__AMX_INT8__)
 #include "byte_engine_amx.h"
+#include "byte_tiles_amx.h"
 #endif
 #include "byte_gemm.h"
 #include "byte_small_axpy.h"
@@ -13,8 +14,8 @@ namespace {
 template <Format format, Form form, int parts = 1>
 void panels(const ByteProduct& p, Runtime& runtime) {
 #if defined(__AMX_INT8__)
-  // A tile has 64 contracted indices, which must share a scale.
-  if (!blocked(format) || p.d.block % 64 == 0) return ByteGemm<ByteTileEngine, format, form, parts>::run(p, runtime);
+  if constexpr (form == Form::dot) return ByteTileDot<format, parts>::run(p, runtime);
+  if constexpr (form == Form::axpy) return ByteGemm<ByteTileEngine, format, form, parts>::run(p, runtime);
 #endif
 #if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
   if constexpr (form == Form::dot) return ByteGemm<ByteCodeEngine, format, form, parts>::run(p, runtime);
