@@ -23,6 +23,7 @@ class LineDecoder {
 
   LineDecoder(int which, int unit) {
     if (fields == 1) return;
+    short_blocks_ = unit < line_bytes;
     uint32_t from[lanes], turn[lanes];
     for (int d = 0; d < lanes; ++d) {
       const Place p(4 * d, unit);
@@ -43,11 +44,11 @@ class LineDecoder {
   INLINE I fields_of(const uint8_t* codes) const {
     if constexpr (fields == 1) return load_bits(codes);
     I v;
-    if constexpr (fields == 2) v = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
-    if constexpr (fields == 4) v = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    if constexpr (fields == 8) v = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
-    v = _mm512_rorv_epi32(_mm512_permutexvar_epi32(from_, v), turn_);
-    return bit_and(v, broadcast_bits((format == Format::binary ? 2 : (1 << bits) - 1) * 0x01010101u));
+    if constexpr (fields == 2) v = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    if constexpr (fields == 4) v = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    if constexpr (fields == 8) v = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    if (short_blocks_) v = _mm512_permutexvar_epi32(from_, v);
+    return bit_and(_mm512_rorv_epi32(v, turn_), broadcast_bits((format == Format::binary ? 2 : (1 << bits) - 1) * 0x01010101u));
   }
   template <int part>
   INLINE I part_of(I v) const {
@@ -67,6 +68,7 @@ class LineDecoder {
     }
   };
 
+  bool short_blocks_ = false;
   I from_, turn_;
   ByteTable table_[parts];
 };
@@ -104,7 +106,7 @@ class ByteTileDot {
   static constexpr int side = tile_side, tile_size = side * line_bytes;
   static constexpr int outputs = in_blocks ? side : 2 * side;  // at once
   static constexpr int across = 64;                            // of a piece of work
-  static constexpr int depth = parts == 2 ? 8 : 16;            // lines of a panel
+  static constexpr int depth = 8;                              // lines of a panel
   static constexpr int piece = 4;                              // lines at most that are summed as integers, with blocks
   using Lines = LineDecoder<format, parts>;
 
@@ -173,24 +175,26 @@ class ByteTileDot {
   }
 
   void decode(int64_t n, int64_t line, int64_t count, Work& work) const {
-    const Lines decoder(w.table, unit);
+    const Lines decoder = this->decoder;  // in registers
     const int64_t first = w.byte_of<format>(line * line_bytes), step = w.byte_of<format>(line_bytes), after = outputs * w.row_bytes;
+    const int64_t whole = w.packed<format>() ? 0 : min(count, (w.row_bytes - first) / Lines::bytes);
     for (int r = 0; r < outputs; ++r) {
       const uint8_t* row = w.codes + min(n + r, w.rows - 1) * w.row_bytes;
       const uint8_t *from = row + first, *end = row + w.row_bytes;
       for (int64_t b = 0; b < count * step; b += 64) __builtin_prefetch(from + after + b, 0, 2);
-      for (int64_t l = 0; l < count; ++l, from += step) {
-        I v;
+      const auto write = [&](int64_t l, I v) {
+        unroll<parts>([&]<int part>() { store_bits(work.panel[l][part][r], decoder.template part_of<part>(v)); });
+      };
+      int64_t l = 0;
+      for (; l < whole; ++l, from += step) write(l, decoder.fields_of(from));
+      for (; l < count; ++l, from += step) {
         if (w.packed<format>()) {
-          v = w.unpack.vector(from, end);
-        } else if (end - from >= Lines::bytes) [[likely]] {
-          v = decoder.fields_of(from);
+          write(l, w.unpack.vector(from, end));
         } else {
           uint8_t rest[line_bytes] = {};
           std::memcpy(rest, from, max(0, end - from));
-          v = decoder.fields_of(rest);
+          write(l, decoder.fields_of(rest));
         }
-        unroll<parts>([&]<int part>() { store_bits(work.panel[l][part][r], decoder.template part_of<part>(v)); });
       }
     }
   }
@@ -292,7 +296,8 @@ class ByteTileDot {
     const uint8_t* panel = work.panel[0][0][0];
     const float* scales = work.scales;
     if (unit < line_bytes) {
-      for (int64_t at = 0; at < count * line_bytes; at += unit, scales += side) {
+      const int64_t end = min(count * line_bytes, w.blocks * w.block - line * line_bytes);  // of the blocks that exist
+      for (int64_t at = 0; at < end; at += unit, scales += side) {
         const uint8_t* a = panel + at / line_bytes * parts * outputs * line_bytes + at % line_bytes;
         dots(a, x + at * side, 1, work.sums[0]);
         scale(work.sums[0], scales, total);
@@ -348,7 +353,8 @@ class ByteTileDot {
 
   ByteTileDot(const ByteProduct& p, const Weights& w, const int8_t* x, const RowFactors* factors)
       : p(p), w(w), x(x), factors(factors), lines(ceil_div(p.k(), line_bytes)), padded(lines * line_bytes),
-        groups(ceil_div(p.m, side)), unit(static_cast<int>(in_blocks ? min(line_bytes, w.block) : line_bytes)) {}
+        groups(ceil_div(p.m, side)), unit(static_cast<int>(in_blocks ? min(line_bytes, w.block) : line_bytes)),
+        decoder(w.table, unit) {}
 
   const ByteProduct& p;
   const Weights& w;
@@ -356,6 +362,7 @@ class ByteTileDot {
   const RowFactors* factors;
   const int64_t lines, padded, groups;
   const int unit;  // values of a line that are multiplied at once
+  const Lines decoder;
 };
 
 }  // namespace eformer::EFORMER_ISA
