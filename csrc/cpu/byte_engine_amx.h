@@ -24,8 +24,8 @@ struct ByteTileEngine {
 
   // c (m, tile) gets sums of integers. There are zeros in x where `count` is not a multiple of `step`.
   template <class W, bool in_blocks>
-  static void multiply(const W&, const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count, const uint32_t*,
-                       const float*, bool first, float* c, RowsAhead&) {
+  static void multiply(const W&, const uint32_t* x, int64_t m, int64_t dwords, const uint32_t* panel, int64_t count,
+                       const uint32_t*, const float*, bool first, float* c, RowsAhead&) {
     static_assert(W::parts == 1 && !in_blocks);
     written();
     const int64_t band = tile_side * padded(dwords);  // from 16 rows of x to the next

@@ -112,7 +112,7 @@ class ByteTileDot {
 
   struct Work {
     alignas(64) uint8_t panel[depth][parts][outputs][line_bytes];
-    alignas(64) uint32_t sums[2][parts][side * side];
+    alignas(64) uint32_t sums[parts][side * side];
     alignas(64) float scales[(depth * line_bytes / 4 + lanes) * side];  // [block][output]
   };
 
@@ -158,7 +158,8 @@ class ByteTileDot {
         const bool first = l == 0, last = l + count == lines;
         if constexpr (in_blocks) {
           stage_scales(n, l, count, numbers, work.scales);
-          for (int64_t g = 0; g < groups; ++g) add_blocks(g, l, count, first, work, reinterpret_cast<float*>(sums) + g * side * side);
+          auto* c = reinterpret_cast<float*>(sums);
+          for (int64_t g = 0; g < groups; ++g, c += side * side) add_blocks(g, l, count, first, work, c);
         } else {
           products(work.panel[0][0][0], line_bytes, outputs * line_bytes, count, l, first, last, sums);
         }
@@ -176,7 +177,8 @@ class ByteTileDot {
 
   void decode(int64_t n, int64_t line, int64_t count, Work& work) const {
     const Lines decoder = this->decoder;  // in registers
-    const int64_t first = w.byte_of<format>(line * line_bytes), step = w.byte_of<format>(line_bytes), after = outputs * w.row_bytes;
+    const int64_t first = w.byte_of<format>(line * line_bytes), step = w.byte_of<format>(line_bytes);
+    const int64_t after = outputs * w.row_bytes;
     const int64_t whole = w.packed<format>() ? 0 : min(count, (w.row_bytes - first) / Lines::bytes);
     for (int r = 0; r < outputs; ++r) {
       const uint8_t* row = w.codes + min(n + r, w.rows - 1) * w.row_bytes;
@@ -202,7 +204,8 @@ class ByteTileDot {
   // -- without blocks ------------------------------------------------------------------------------------------------------
 
   // Lines of 32 outputs times all rows of x. Sums that go on stay where they are if all of them are in tiles.
-  void products(const uint8_t* from, int64_t row, int64_t step, int64_t count, int64_t line, bool first, bool last, uint32_t* sums) const {
+  void products(const uint8_t* from, int64_t row, int64_t step, int64_t count, int64_t line, bool first, bool last,
+                uint32_t* sums) const {
     written();
     for (int64_t g = 0; g < groups; g += 2) {
       const bool two = groups - g > 1;
@@ -268,7 +271,8 @@ class ByteTileDot {
 
   // [block][output], of the blocks of a panel.
   void stage_scales(int64_t n, int64_t line, int64_t count, float* numbers, float* to) const {
-    const int64_t block = line * line_bytes / w.block, blocks = min((line + count) * line_bytes - 1, w.blocks * w.block - 1) / w.block - block + 1;
+    const int64_t block = line * line_bytes / w.block;
+    const int64_t blocks = min(ceil_div((line + count) * line_bytes, w.block), w.blocks) - block;
     const int64_t rows = min(outputs, w.rows - n), first = n * w.blocks + block;
     int64_t step = w.blocks;
     const float* from = static_cast<const float*>(w.per_block.data) + first;
@@ -299,15 +303,15 @@ class ByteTileDot {
       const int64_t end = min(count * line_bytes, w.blocks * w.block - line * line_bytes);  // of the blocks that exist
       for (int64_t at = 0; at < end; at += unit, scales += side) {
         const uint8_t* a = panel + at / line_bytes * parts * outputs * line_bytes + at % line_bytes;
-        dots(a, x + at * side, 1, work.sums[0]);
-        scale(work.sums[0], scales, total);
+        dots(a, x + at * side, 1, work.sums);
+        scale(work.sums, scales, total);
       }
     } else {
       const int64_t each = min(piece, w.block / line_bytes);
       int64_t left = w.block / line_bytes - line % (w.block / line_bytes);
       for (int64_t l = 0; l < count; l += each) {
-        dots(panel + l * parts * outputs * line_bytes, x + l * tile_size, min(each, count - l), work.sums[0]);
-        scale(work.sums[0], scales, total);
+        dots(panel + l * parts * outputs * line_bytes, x + l * tile_size, min(each, count - l), work.sums);
+        scale(work.sums, scales, total);
         if ((left -= each) <= 0) scales += side, left = w.block / line_bytes;
       }
     }
