@@ -29,6 +29,7 @@ struct BytePanels {
 template <int rows_of_x, int width, bool codes>
 struct ByteEngine {
   static constexpr bool from_codes = codes;
+  static constexpr bool signs = !unsigned_weights;  // do weights come without an excess?
   static constexpr int height = rows_of_x, vectors = width, strip = vectors * lanes;
 
   struct Session {};
@@ -131,8 +132,8 @@ class ByteGemm {
     const auto off = layout.add<uint32_t>(pieces * rows);
     const auto factors = layout.add<RowFactors>(p.m);
     const auto row = layout.add<int8_t>(2 * padded, runtime.workers());
-    const auto sums = layout.add<float>(wide * p.m * tile, runtime.workers());
-    const auto panel = layout.add<uint32_t>(from_codes ? 0 : parts * Panels::part_size, runtime.workers());
+    const auto sums = layout.add<float>(wide * rows * tile, runtime.workers());
+    const auto panel = layout.add<uint32_t>(from_codes ? 0 : panels * parts * Panels::part_size, runtime.workers());
     const auto stage = layout.add<Stage>(form == Form::dot, runtime.workers());
     std::byte* base = runtime.scratch(layout.bytes);
     const Weights w = weights_of(p, scale.in(base));
@@ -154,7 +155,7 @@ class ByteGemm {
   using W = ByteWeights<format, parts>;
   using Panels = BytePanels<parts>;
   static constexpr bool in_blocks = blocked(format), from_codes = Engine::from_codes;
-  static constexpr int64_t most_tiles = 4;
+  static constexpr int64_t most_tiles = 4, panels = form == Form::axpy ? most_tiles : 1;
   static constexpr int depth = byte_depth;
   static constexpr int fields = form == Form::dot ? W::fields : 1;
   static constexpr int per_dword = 4 * fields;
@@ -182,7 +183,7 @@ class ByteGemm {
       std::memcpy(s.x + Engine::place(i, d, s.dwords), sorted + d % fields * bytes + d / fields * 4, 4);
     for (int64_t d = s.dwords; d < Engine::padded(s.dwords); ++d) s.x[Engine::place(i, d, s.dwords)] = 0;
     for (int64_t k0 = 0; k0 < k; k0 += s.piece) 
-      s.off[k0 / s.piece * s.rows + i] = without_excess(W::excess, codes + k0, min(s.piece, k - k0));
+      s.off[k0 / s.piece * s.rows + i] = without_excess(Engine::signs ? 0 : W::excess, codes + k0, min(s.piece, k - k0));
   }
 
   void dot(Stage& stage) const {
@@ -223,38 +224,44 @@ class ByteGemm {
 
   void axpy() const {
     const int64_t k = s.p.k();
-    for (int64_t k0 = 0; k0 < k; k0 += depth)
-      for (int64_t n = begin; n < end; n += tile) {
-        const int64_t count = min(depth, k - k0);
-        for (int g = 0; g < tile; g += vector_bytes) join(n + g, k0, count, panel + g);
+    for (int64_t k0 = 0; k0 < k; k0 += depth) {
+      const int64_t count = min(depth, k - k0);
+      join(k0, count);
+      const uint32_t* from = panel;
+      for (int64_t n = begin; n < end; n += tile, from += Panels::part_size) {
         RowsAhead none;
-        multiply(Panels(), n, k0, count, panel, nullptr, none);
+        multiply(Panels(), n, k0, count, from, nullptr, none);
       }
-  }
-
-  // Rows k0 ... k0 + count - 1 of a group of columns, four at a time.
-  void join(int64_t n, int64_t k0, int64_t count, uint32_t* to) const {
-    const W weights(w.table);
-    const int64_t available = max(0, min(vector_bytes, w.cols - n));
-    for (int64_t k = 0; k < count; k += 4, to += tile) {
-      I rows[4];
-      for (int r = 0; r < 4; ++r) {
-        const uint8_t* from = w.codes + (k0 + k + r) * w.row_bytes + n;
-        if (k + r < count && available == vector_bytes) [[likely]] {
-          __builtin_prefetch(from + depth * w.row_bytes, 0, 2);
-          rows[r] = load_bits(from);
-        } else {
-          uint8_t padded[vector_bytes] = {};
-          if (k + r < count && available) std::memcpy(padded, from, available);
-          rows[r] = load_bits(padded);
-        }
-      }
-      join_rows(rows);
-      for (int j = 0; j < 4; ++j) store_bits(to + j * lanes, weights.template field<0>(rows[j]));
     }
   }
 
-  float* sums_of(int64_t n) const { return sums + (n - begin) * s.p.m; }
+  // Rows k0 ... k0 + count - 1 of the columns begin ... end - 1, four at a time, to [tile][four rows][position]. All columns of a
+  // row are read before the next row, which is in another page.
+  void join(int64_t k0, int64_t count) const {
+    constexpr int64_t ahead = 32;  // rows
+    const W weights(w.table);
+    for (int64_t k = 0; k < count; k += 4)
+      for (int64_t n = begin; n < end; n += vector_bytes) {
+        const int64_t available = min(vector_bytes, w.cols - n), at = n - begin;
+        I rows[4];
+        for (int r = 0; r < 4; ++r) {
+          const uint8_t* from = w.codes + (k0 + k + r) * w.row_bytes + n;
+          if (k + r < count && available == vector_bytes) [[likely]] {
+            __builtin_prefetch(from + ahead * w.row_bytes, 0, 2);
+            rows[r] = load_bits(from);
+          } else {
+            uint8_t padded[vector_bytes] = {};
+            if (k + r < count) std::memcpy(padded, from, available);
+            rows[r] = load_bits(padded);
+          }
+        }
+        join_rows(rows);
+        uint32_t* to = panel + at / tile * Panels::part_size + k / 4 * tile + at % tile;
+        for (int j = 0; j < 4; ++j) store_bits(to + j * lanes, Engine::signs ? rows[j] : weights.template field<0>(rows[j]));
+      }
+  }
+
+  float* sums_of(int64_t n) const { return sums + (n - begin) * s.rows; }
 
   // `bits` are dwords of `source.fields` times four contracted indices.
   template <class Source>
@@ -274,14 +281,18 @@ class ByteGemm {
     for (int64_t n = begin; n < end; n += tile) {
       const float* factor = w.along_n ? w.along_n + n : nullptr;
       for (int64_t i = 0; i < s.p.m; ++i) {
-        float* row = sums_of(n) + i * tile;
+        const float* row = sums_of(n) + i * tile;
         float values[tile];
-        for (int at = 0; at < tile; at += lanes)
-          store(values + at, mul(in_blocks ? load(row + at) : from_ints(load_bits(row + at)), broadcast(s.factors[i].first)));
-        if constexpr (form == Form::axpy) {
-          for (int at = 0; at < tile; ++at) row[at / vector_bytes * vector_bytes + turned_byte(at % vector_bytes)] = values[at];
+        for (int at = 0; at < tile; at += vector_bytes) {
+          F v[4];
+          for (int j = 0; j < 4; ++j) {
+            const float* from = row + at + j * lanes;
+            v[j] = mul(in_blocks ? load(from) : from_ints(load_bits(from)), broadcast(s.factors[i].first));
+          }
+          if constexpr (form == Form::axpy) sort_columns(v);
+          for (int j = 0; j < 4; ++j) store(values + at + j * lanes, v[j]);
         }
-        write_row(form == Form::axpy ? row : values, min(tile, end - n), factor, w.everywhere * s.factors[i].then, s.p.y, s.p.y_type,
+        write_row(values, min(tile, end - n), factor, w.everywhere * s.factors[i].then, s.p.y, s.p.y_type,
                   i * s.p.n() + n);
       }
     }
@@ -293,8 +304,8 @@ class ByteGemm {
   const Shared& s;
   const Weights& w;
   const int64_t begin, end;  // outputs
-  float* sums;               // [tile][m][position]: integers where there are no blocks
-  uint32_t* panel;           // [dword of k][position]
+  float* sums;               // [tile][m, rounded up][position]: integers where there are no blocks
+  uint32_t* panel;           // [dword of k][position], in axpy form [tile][dword of k][position]
 };
 
 }  // namespace eformer::EFORMER_ISA

@@ -1,6 +1,7 @@
 // Products whose x is rounded to 8 bits. Compiled once per instruction set, like kernels.cpp.
 #if defined(__AMX_INT8__)
 #include "byte_engine_amx.h"
+#include "byte_tiles_amx.h"
 #endif
 #include "byte_gemm.h"
 #include "byte_small_axpy.h"
@@ -10,11 +11,18 @@
 namespace eformer::EFORMER_ISA {
 namespace {
 
+// Rows of x taken at once: on tiles few enough for x to stay in the second cache.
+#if defined(__AMX_INT8__)
+constexpr int64_t rows_at_once = 256;
+#else
+constexpr int64_t rows_at_once = gemm_rows;
+#endif
+
 template <Format format, Form form, int parts = 1>
 void panels(const ByteProduct& p, Runtime& runtime) {
 #if defined(__AMX_INT8__)
-  // A tile has 64 contracted indices, which must share a scale.
-  if (!blocked(format) || p.d.block % 64 == 0) return ByteGemm<ByteTileEngine, format, form, parts>::run(p, runtime);
+  if constexpr (form == Form::dot) return ByteTileDot<format, parts>::run(p, runtime);
+  if constexpr (form == Form::axpy) return ByteGemm<ByteTileEngine, format, form, parts>::run(p, runtime);
 #endif
 #if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
   if constexpr (form == Form::dot) return ByteGemm<ByteCodeEngine, format, form, parts>::run(p, runtime);
@@ -51,9 +59,9 @@ void some_rows(const ByteProduct& p, Runtime& runtime) {
 void byte_matmul(const ByteProduct& p, Runtime& runtime) {
   if (p.k() == 0) std::memset(p.y, 0, p.m * p.n() * size_of(p.y_type));
   if (p.m == 0 || p.n() == 0 || p.k() == 0) return;
-  for (int64_t m0 = 0; m0 < p.m; m0 += gemm_rows) {
+  for (int64_t m0 = 0; m0 < p.m; m0 += rows_at_once) {
     ByteProduct part = p;
-    part.m = min(gemm_rows, p.m - m0);
+    part.m = min(rows_at_once, p.m - m0);
     part.x = static_cast<const std::byte*>(p.x) + m0 * p.k() * size_of(p.x_type);
     part.y = static_cast<std::byte*>(p.y) + m0 * p.n() * size_of(p.y_type);
     if (p.x_scale) part.x_scale += m0;

@@ -127,14 +127,16 @@ class ByteSmallAxpy {
     const int64_t begin = stretch * cut.width, end = min(p.n(), begin + cut.width);
     for (int64_t i = 0; i < p.m; ++i)
       for (int64_t n = begin; n < end; n += vector_bytes) {
-        float values[vector_bytes], sorted[vector_bytes];
-        for (int at = 0; at < vector_bytes; at += lanes) {
+        F v[4];
+        for (int j = 0; j < 4; ++j) {
           I sum = broadcast_bits(off[i]);
-          for (int64_t piece = 0; piece < cut.pieces; ++piece) sum = add_bits(sum, load_bits(sums_of(piece, i) + n + at));
-          store(values + at, mul(from_ints(sum), broadcast(factors[i].first)));
+          for (int64_t piece = 0; piece < cut.pieces; ++piece) sum = add_bits(sum, load_bits(sums_of(piece, i) + n + j * lanes));
+          v[j] = mul(from_ints(sum), broadcast(factors[i].first));
         }
-        for (int at = 0; at < vector_bytes; ++at) sorted[turned_byte(at)] = values[at];
-        write_row(sorted, min(vector_bytes, end - n), w.along_n ? w.along_n + n : nullptr, w.everywhere * factors[i].then, p.y,
+        sort_columns(v);
+        float values[vector_bytes];
+        for (int j = 0; j < 4; ++j) store(values + j * lanes, v[j]);
+        write_row(values, min(vector_bytes, end - n), w.along_n ? w.along_n + n : nullptr, w.everywhere * factors[i].then, p.y,
                   p.y_type, i * p.n() + n);
       }
   }

@@ -17,7 +17,13 @@ class ByteSmallDot {
  public:
   static constexpr int most_rows = registers == 32 ? 8 : 4;
 
-  static bool takes(const ByteProduct& p) { return p.form == Form::dot && p.m <= most_rows; }
+  static bool takes(const ByteProduct& p) {
+#if defined(__AMX_INT8__)
+    constexpr int64_t rows_that_pay = 5, blocks_that_pay = 32;  // on tiles
+    if (p.m >= rows_that_pay && (!in_blocks || p.d.block >= blocks_that_pay)) return false;
+#endif
+    return p.form == Form::dot && p.m <= most_rows;
+  }
 
   static void run(const ByteProduct& p, Runtime& runtime) {
     const int64_t groups = ceil_div(p.k(), columns), padded = groups * columns, rows = at_once(p.m);

@@ -36,6 +36,13 @@ struct ByteWeights {
     for (int part = 0; part < parts; ++part) table[part] = ByteTable::of(tables.of[part][format == Format::nf4 ? which : own]);
   }
 
+  // Without what is added.
+  static INLINE ByteTable signed_table(int which, int part) {
+    alignas(16) uint8_t entries[16];
+    for (int i = 0; i < 16; ++i) entries[i] = static_cast<uint8_t>(tables.of[part][format == Format::nf4 ? which : own][i] - added);
+    return ByteTable::of(entries);
+  }
+
   static float unit(int which) { return format == Format::nf4 ? byte_codebooks[which].unit : 1.0f; }
 
   template <int J, int part = 0>

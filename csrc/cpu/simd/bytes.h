@@ -58,7 +58,7 @@ struct ByteTable {
   INLINE I at(I index) const { return _mm512_shuffle_epi8(values, index); }
 };
 
-// From four rows of bytes to one dword per column, in the order of `turned_byte`.
+// From four rows of bytes to one dword per column, in an order of their own.
 INLINE void join_rows(I (&v)[4]) {
   const I a = _mm512_unpacklo_epi8(v[0], v[1]), b = _mm512_unpackhi_epi8(v[0], v[1]);
   const I c = _mm512_unpacklo_epi8(v[2], v[3]), d = _mm512_unpackhi_epi8(v[2], v[3]);
@@ -66,6 +66,15 @@ INLINE void join_rows(I (&v)[4]) {
   v[1] = _mm512_unpackhi_epi16(a, c);
   v[2] = _mm512_unpacklo_epi16(b, d);
   v[3] = _mm512_unpackhi_epi16(b, d);
+}
+// And back to the order of the columns, where each has become one number.
+INLINE void sort_columns(F (&v)[4]) {
+  const F a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
+  const F c = _mm512_shuffle_f32x4(v[2], v[3], 0x44), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+  v[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+  v[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+  v[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+  v[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
 }
 
 #elif defined(__AVX2__)
@@ -108,6 +117,13 @@ INLINE void join_rows(I (&v)[4]) {
   v[1] = _mm256_unpackhi_epi16(a, c);
   v[2] = _mm256_unpacklo_epi16(b, d);
   v[3] = _mm256_unpackhi_epi16(b, d);
+}
+INLINE void sort_columns(F (&v)[4]) {
+  const F a = _mm256_permute2f128_ps(v[0], v[1], 0x31), b = _mm256_permute2f128_ps(v[2], v[3], 0x20);
+  v[0] = _mm256_permute2f128_ps(v[0], v[1], 0x20);
+  v[3] = _mm256_permute2f128_ps(v[2], v[3], 0x31);
+  v[1] = b;
+  v[2] = a;
 }
 
 #else
@@ -161,12 +177,8 @@ INLINE void join_rows(I (&v)[4]) {
   for (int at = 0; at < 64; ++at) joined[at / 16][at % 16] = rows[at % 4][at / 4];
   std::memcpy(v, joined, sizeof joined);
 }
+INLINE void sort_columns(F (&)[4]) {}
 
 #endif
-
-// The column whose dword `join_rows` leaves at a position, both counted in one group of `vector_bytes` columns.
-constexpr int turned_byte(int position) {
-  return position % lanes / 4 * 16 + position / lanes * 4 + position % 4;
-}
 
 }  // namespace eformer::EFORMER_ISA
