@@ -25,7 +25,7 @@ def word_fields(words: jax.Array, bits: int, order: Sequence[int] | None = None)
     fields = range(8 * words.dtype.itemsize // bits) if order is None else order
     shifts = np.array(fields, words.dtype) * words.dtype.type(bits)
     fields = words[..., None] >> shifts & (2**bits - 1)
-    return fields.astype(jnp.uint8).reshape(*words.shape[:-1], -1)
+    return fields.astype(jnp.uint8).reshape(*words.shape[:-1], words.shape[-1] * len(shifts))
 
 
 # Where a field goes on in the next byte, a unit of ours, which begins with the high bits, is read from its end.

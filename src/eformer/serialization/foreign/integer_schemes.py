@@ -319,7 +319,7 @@ def _make_llm_int8(arrays: Any, *, dtype: str) -> Any:
     return Array8B(largest / jnp.where(largest < jnp.inf, 127, jnp.nan), arrays[".weight"], dtype=jnp.dtype(dtype))
 
 
-_CT, _G_IDX = "compressed-tensors", {".g_idx": ("int32",)}
+_CT = "compressed-tensors"
 _PACKED = {".weight_packed": WORDS, ".weight_scale": FLOATS, ".weight_shape": ("int32", "int64")}
 _SORTED = {".weight_zero_point": (*WORDS, "int8"), ".weight_g_idx": ("int32",)}
 _MLX = {".weight": ("uint32",), ".scales": FLOATS, ".biases": FLOATS}
@@ -327,7 +327,17 @@ _INT8 = {".weight": ("int8",), ".weight_scale": FLOATS}
 _LLM_INT8 = {".weight": ("int8",), ".SCB": ("float32",)}
 
 SCHEMES = (
-    Scheme("gptq", "gptq", _GPTQ, _plan_gptq, _make_gptq, _G_IDX, fits=_fits_gptq, check=_check_gptq, rows=1),
+    Scheme(
+        "gptq",
+        "gptq",
+        _GPTQ,
+        _plan_gptq,
+        _make_gptq,
+        {".g_idx": ("int32",)},
+        fits=_fits_gptq,
+        check=_check_gptq,
+        rows=1,
+    ),
     Scheme("awq", "awq", _GPTQ, _plan_awq, _make_awq, fits=_fits_awq, rows=1),
     Scheme("mlx", "mlx", _MLX, _plan_mlx, _make_mlx, ndim=0),
     Scheme("pack-quantized", _CT, _PACKED, _plan_packed, _make_packed, _SORTED),
