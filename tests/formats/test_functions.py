@@ -164,3 +164,5 @@ def test_codes_in_words_are_a_row_of_bits(bits: int) -> None:
         found = to_words(jnp.asarray(codes), bits)
         np.testing.assert_array_equal(found, expected, strict=True)
         np.testing.assert_array_equal(bit_stream(found, bits)[:, :size], codes, strict=True)
+    for shape in ((0, 64), (3, 0), (2, 0, 64)):
+        assert bit_stream(to_words(jnp.zeros(shape, jnp.uint8), bits), bits).shape == shape

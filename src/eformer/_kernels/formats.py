@@ -207,6 +207,11 @@ def one_of(what: str, value: Any, allowed: Any) -> None:
     raise ValueError(f"{what}={value!r} is unknown; allowed values are {', '.join(map(repr, allowed))}.{hint}")
 
 
+def broadcasts(given: Sequence[int], full: Sequence[int]) -> bool:
+    """Has every axis of a shape the size of that of another shape, or 1?"""
+    return len(given) == len(full) and all(n in (1, size) for n, size in zip(given, full, strict=True))
+
+
 def check_storage(
     fmt: str, codes: Any, scale: Any, cols: int, block: int | None, offset: Any = None, factor: Any = None
 ) -> int | None:
@@ -281,10 +286,7 @@ def _check_scale(row: Format, scale: Any, batch: tuple[int, ...], full: tuple[in
     if not jnp.issubdtype(scale.dtype, jnp.floating) and not (row.blocked and scale.dtype == jnp.uint8):
         raise TypeError(f"the scale of {row.name} must be floating, got {scale.dtype}; convert it with astype.")
     core, lead = tuple(scale.shape[-2:]), tuple(scale.shape[:-2])
-    fits = len(core) == 2 and all(s in (1, f) for s, f in zip(core, full, strict=True))
-    if lead and (len(lead) != len(batch) or any(s not in (1, b) for s, b in zip(lead, batch, strict=True))):
-        fits = False
-    if not fits:
+    if not broadcasts(core, full) or (lead and not broadcasts(lead, batch)):
         raise ValueError(
             f"the scale of {row.name} has shape {list(scale.shape)}; allowed are (rows or 1, cols or 1) with "
             f"rows, cols = {full}, behind the batch axes {tuple(batch)} of the codes (each may be 1) or none."

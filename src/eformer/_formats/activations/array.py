@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from eformer._core import ImplicitArray, aux_field
 from eformer._core.trace import ImplicitTracer
-from eformer._kernels.formats import FORMATS, one_of
+from eformer._kernels.formats import FORMATS, broadcasts, one_of
 from eformer._kernels.parameters import ACTIVATIONS
 
 from ..arguments import is_storage
@@ -72,8 +72,7 @@ class ActivationArray(Wrapped):
             value = getattr(self, name)
             if value is None or not is_storage(value) or not hasattr(self.w, "shape"):
                 continue
-            fits = len(value.shape) == len(self.w.shape)
-            if not fits or any(n not in (1, size) for n, size in zip(value.shape, self.w.shape, strict=True)):
+            if not broadcasts(value.shape, self.w.shape):
                 raise ValueError(
                     f"{name} of shape {list(value.shape)} does not fit w of shape {list(self.w.shape)}: it has one "
                     "axis for every axis of w, of size 1 or the same size."

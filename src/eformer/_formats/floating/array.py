@@ -12,7 +12,7 @@ from jax import lax
 
 from eformer._core import aux_field
 from eformer._jax import traces
-from eformer._kernels.formats import BYTE_SCALES, FORMATS, float_scale, one_of
+from eformer._kernels.formats import BYTE_SCALES, FORMATS, broadcasts, float_scale, one_of
 
 from .. import arguments as _arguments
 from ..base import Part, QuantizedArray
@@ -250,7 +250,7 @@ class ArrayFloat(QuantizedArray):
         if tensor_scale is not None:
             tensor_scale = jnp.asarray(tensor_scale)
             tensor_scale = tensor_scale.reshape(*tensor_scale.shape, *[1] * (codes.ndim - tensor_scale.ndim))
-        elif row.block is None and all(s in (1, n) for s, n in zip(scale.shape, codes.shape, strict=True)):
+        elif row.block is None and broadcasts(scale.shape, codes.shape):
             return cls(codes, scale, kind=kind, dtype=dtype)
         at = _arguments.checked_axis(axis, codes.ndim)
         scale = _fitted(scale, codes.shape, at, kind)
@@ -317,8 +317,7 @@ def _check_storage(q: ArrayFloat) -> None:
             f"them so: scale.view(jnp.{own})."
         )
     if q.axis is None and row.block is None:
-        fits = scale.ndim == codes.ndim and all(s in (1, n) for s, n in zip(scale.shape, codes.shape, strict=True))
-        if not fits or whole is not None:
+        if not broadcasts(scale.shape, codes.shape) or whole is not None:
             what = f"scale {list(scale.shape)} does not broadcast against codes {list(codes.shape)}"
             raise ValueError(
                 f"{what}." if whole is None else f"tensor_scale has no meaning for {q.kind} without blocks."
@@ -338,11 +337,7 @@ def _check_storage(q: ArrayFloat) -> None:
         raise ValueError(
             f"scale {list(scale.shape)} does not fit codes {list(codes.shape)}: it must be {wanted}{also}."
         )
-    sizes = [] if whole is None else list(whole.shape)
-    if whole is not None and (
-        len(sizes) != len(wanted) or sizes[-1] != 1 or any(s not in (1, n) for s, n in zip(sizes, wanted, strict=True))
-    ):
-        raise ValueError(
-            f"tensor_scale {sizes} does not fit: it must have {len(wanted)} axes, of size 1 or as in {[*free, 1]}."
-        )
+    if whole is not None and not broadcasts(whole.shape, [*free, 1]):
+        what = f"tensor_scale {list(whole.shape)} does not fit: it must have {len(wanted)} axes"
+        raise ValueError(f"{what}, of size 1 or as in {[*free, 1]}.")
     q.axis, q.pad = _arguments.axis_and_pad(q, codes.ndim - 1, blocks, block)

@@ -12,6 +12,7 @@ from jax import lax
 
 from eformer._core import aux_field, ste
 from eformer._jax import traces
+from eformer._kernels.formats import broadcasts
 
 from .. import arguments as _arguments
 from .. import blocks as _blocks
@@ -69,8 +70,7 @@ class Array1B(QuantizedArray):
             return
         size = weight.shape[-1] * (8 // self.bits) - self.pad
         full = (*weight.shape[:-1], size)
-        fits = scale.ndim == len(full) and all(s in (1, n) for s, n in zip(scale.shape, full, strict=True))
-        if not jnp.issubdtype(scale.dtype, jnp.floating) or not fits:
+        if not jnp.issubdtype(scale.dtype, jnp.floating) or not broadcasts(scale.shape, full):
             raise ValueError(
                 f"scale {scale.dtype}{list(scale.shape)} does not fit: it must be floating and broadcast against "
                 f"{list(full)}, the blocked axis last."

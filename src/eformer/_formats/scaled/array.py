@@ -11,6 +11,7 @@ from jax import lax
 
 from eformer._core import aux_field, materialize, register
 from eformer._core.trace import is_implicit
+from eformer._kernels.formats import broadcasts
 
 from ..arguments import is_storage
 from ..blocks import wide
@@ -37,8 +38,7 @@ class ScaledArray(Wrapped):
     def __post_init__(self) -> None:
         if is_storage(self.w, self.factor):
             shape, given = tuple(self.w.shape), tuple(self.factor.shape)
-            fits = len(shape) == len(given) and all(g in (1, n) for g, n in zip(given, shape, strict=True))
-            if not fits or not jnp.issubdtype(self.factor.dtype, jnp.floating):
+            if not broadcasts(given, shape) or not jnp.issubdtype(self.factor.dtype, jnp.floating):
                 raise ValueError(
                     f"factor {self.factor.dtype}{list(given)} does not fit w of shape {list(shape)}: it must be "
                     "floating, with the size of w or 1 along every axis."
