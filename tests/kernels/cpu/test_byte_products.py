@@ -26,7 +26,7 @@ LIMITS = {fmt: 4e-5 if fmt == "nf4" else 1e-6 for fmt in BLOCKED}
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 # (rows of D, columns of D): several panels and tiles, and ragged ends of every kind
 SIZES = ((1, 1), (3, 130), (64, 63), (65, 257), (300, 7), (130, 1030))
-M = (1, 2, 3, 4, 5, 8, 9, 13, 40)
+M = (1, 2, 3, 4, 5, 8, 9, 13, 24, 40)
 
 
 def compute(
@@ -187,13 +187,14 @@ def test_batches() -> None:
                     np.testing.assert_array_equal(y, exact(one, form, x[i], known))
 
 
-def test_more_rows_than_are_taken_at_once() -> None:
-    rng = seeded("rows")
-    case = make_case(rng, "int8", 70, 90, scale="column")
-    x = random_x(rng, case, "axpy", 390)
+@pytest.mark.parametrize("form", ["dot", "axpy"])
+def test_more_rows_than_are_taken_at_once(form: str) -> None:
+    rng = seeded(form)
+    case = make_case(rng, "int8", 70, 90, scale="row" if form == "dot" else "column")
+    x = random_x(rng, case, form, 390)
     given = np.abs(x).max(-1) / np.float32(120)
-    for y in compute(case, "axpy", x, x_scale=given):
-        np.testing.assert_array_equal(y, exact(case, "axpy", x, given))
+    for y in compute(case, form, x, x_scale=given):
+        np.testing.assert_array_equal(y, exact(case, form, x, given))
 
 
 @pytest.mark.parametrize("fmt", ["int8", "nf4"])
