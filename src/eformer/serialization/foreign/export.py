@@ -6,11 +6,12 @@ last one of a `weight`, the second last of a `kernel`, or where nothing else tel
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,8 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     @functools.lru_cache(maxsize=1)
     def made(name: str) -> Stored:
         value = named[name]
-        return _stored(name, _written(name, value, write, to)[0]) if isinstance(value, ImplicitArray) else {name: value}
+        with _refusing(name, to):
+            return _stored(name, write(value, name)[0]) if isinstance(value, ImplicitArray) else {name: value}
 
     stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes, dense)}
     if len(dtypes) == 1 and not {"dtype", "torch_dtype"} & set(stated):  # that of the values, which scales may not have
@@ -334,16 +336,19 @@ def _planned(name: str, value: Any, write: Any, to: str) -> tuple[Leaf, Note | N
     note: Note = {}
 
     def stored(q: Any) -> Stored:
-        made, found = _written(name, q, write, to)
+        made, found = write(q, name)
         note.update(found)
         return made
 
-    return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
+    with _refusing(name, to):
+        return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
 
 
-def _written(name: str, value: Any, write: Any, to: str) -> tuple[Stored, Note]:
+@contextlib.contextmanager
+def _refusing(name: str, to: str) -> Iterator[None]:
+    """Says of which tensor it is that a format cannot hold it."""
     try:
-        return write(value, name)
+        yield
     except _Unfit as err:
         fix = "Quantize it in a format that needs no rounding there, or materialize it."
         raise CheckpointError(f"cannot be written as {to}: it {err}", tensor=name, fix=fix) from err
