@@ -139,6 +139,33 @@ def test_files_of_pytorch(tmp_path: Path):
     np.testing.assert_array_equal(found.params["norm"], expected.params["norm"].astype(jnp.bfloat16))
 
 
+EXPORTS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"dtype": "int4", "block_size": 32},
+    "fp8": {"dtype": "fp8", "block_size": 128},
+}
+
+
+@pytest.mark.parametrize("to", EXPORTS)
+def test_it_runs_what_was_exported(to: str, tmp_path: Path):
+    """Codes, scales, and a configuration that names what stayed dense: the head, the embedding, and one projection."""
+    made("qwen 3", tmp_path / "source")
+    rules = {"*embed*": None, "*lm_head*": None, "*.1.*o_proj*": None, "*proj*": {**EXPORTS[to], "axis": -1}}
+    ef.quantize_folder(tmp_path / "source", tmp_path / "ours", rules, default=None, min_size=0)
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    folder = ef.serialization.export(tmp_path / "ours", tmp_path / "out", to, config=config)
+    options = {}
+    if to == "fp8":
+        block = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=[128, 128])
+        options["quantization_config"] = block
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    tokens = np.random.default_rng(1).integers(0, 96, (1, 16))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(
+        logits_of(models.load(folder, dense=True), tokens), expected, atol=2e-4 * np.abs(expected).max()
+    )
+
+
 def test_tensors_of_pytorch_that_are_not_plain(tmp_path: Path):
     """Named when the file is opened, not by an error of torch when they are read."""
     file = tmp_path / "m.bin"

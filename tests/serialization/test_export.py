@@ -66,6 +66,33 @@ def test_exponents_become_the_numbers_they_stand_for(tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(after.materialize()), np.asarray(before.materialize()))
 
 
+def test_the_configuration_names_what_stays_dense(tmp_path: Path):
+    """Other programs take every matrix for quantized that it does not name."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((128, 128)), jnp.float32)
+    layer = {"up": {"weight": None}, "gate": {"weight": w}, "norm": {"weight": w[0]}}
+    formats = {"gptq": "int4", "fp8": "fp8", "compressed-tensors": "fp8"}
+    for to, dtype in formats.items():
+        layer["up"]["weight"] = ef.quantize(w, axis=-1, dtype=dtype)
+        folder = files.export({"layers": [layer], "lm_head": {"weight": w}}, tmp_path / to, to)
+        stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+        dense = ["layers.0.gate", "lm_head"]
+        if to == "gptq":
+            assert stated["dynamic"] == {r"-:^layers\.0\.gate$": {}}
+        elif to == "fp8":
+            assert (stated["modules_to_not_convert"], stated["activation_scheme"]) == (dense, "dynamic")
+        else:
+            assert stated["ignore"] == dense
+        assert_same(ef.load_checkpoint(folder)["layers.0.up.weight"], layer["up"]["weight"])
+
+
+def test_sorted_inputs_are_said_to_be(tmp_path: Path):
+    """Readers of compressed-tensors look for `weight_g_idx` only then."""
+    source = made.written(tmp_path / "m", made.pack_quantized(np.random.default_rng(0), act_order=True))
+    folder = files.export(source, tmp_path / "out", "compressed-tensors")
+    (group,) = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert group["weights"]["actorder"] == "group"
+
+
 def test_a_layer_alone(tmp_path: Path):
     """Its tensors have nothing before their names, as in the state of one layer of PyTorch."""
     q = ef.quantize(jnp.ones((64, 64)), dtype="int4", block_size=32, axis=-1)
@@ -137,8 +164,11 @@ def test_stacks_of_matrices_are_refused_where_they_cannot_be_read_back(tmp_path:
 def test_what_would_be_rounded_is_not_exported(tmp_path: Path):
     w = jnp.ones((64, 64))
     for to in EXPORTS:
-        with pytest.raises(ef.errors.CheckpointError, match=rf"'q': cannot be written as {to}: it is ArrayNF4"):
+        with pytest.raises(
+            ef.errors.CheckpointError, match=rf"'q': cannot be written as {to}: it is ArrayNF4"
+        ) as caught:
             files.export({"q": ef.quantize(w, dtype="nf4")}, tmp_path, to)
+        assert not getattr(caught.value, "__notes__", [])  # of JAX, about frames that it left out
     with pytest.raises(ef.errors.CheckpointError, match=r"has no packed array"):
         files.export({"w": w}, tmp_path, "mlx")
     with pytest.raises(ValueError, match="allowed are 'gptq', 'mlx', 'fp8', 'compressed-tensors'"):

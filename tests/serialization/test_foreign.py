@@ -127,7 +127,12 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a group beyond the last": ("gptq", {"g_idx": lambda g: g + 1}, r"'m\.g_idx'.*groups 1 to 3, but there are only 3"),
     "a negative group": ("gptq", {"g_idx": lambda g: g - 1}, r"'m\.g_idx'.*groups -1 to 1"),
-    "groups of other sizes": ("gptq", {"g_idx": lambda g: g * 0}, r"'m\.g_idx'.*puts 0 to 96 rows into a group of 32"),
+    "groups of other sizes": ("gptq", {"g_idx": lambda g: g // 2}, r"'m\.g_idx'.*puts 0 to 64 rows into a group of 32"),
+    "one group that is sorted": (
+        "gptq, act order",
+        {"g_idx": lambda g: g * 0},
+        r"'m\.g_idx'.*puts 0 to 96 rows into a group of 32",
+    ),
     "groups for other rows": ("gptq", {"g_idx": last}, r"'m\.g_idx'.*int32\[95\].*needs the shape \[96\]"),
     "other bits": ("gptq", {"config": {"bits": 8}}, r"'m\.qzeros'.*fits bits=4, but .*bits=8.*{'bits': 4}"),
     "absurd bits": ("gptq", {"config": {"bits": "4"}}, r"bits='4'.*allowed are \(2, 3, 4, 5, 6, 8\)"),
@@ -261,6 +266,13 @@ def test_what_does_not_fit_is_named(what: str, tmp_path: Path):
     assert str(folder) in str(caught.value)
     assert len(str(caught.value)) < 1200
     assert set(ef.open_lazy(folder)) >= {"norm.weight"}  # what is stored can be seen all the same
+
+
+def test_groups_that_were_never_set_are_in_order(tmp_path: Path):
+    """Zeros, with desc_act=False: of GPTQ-for-LLaMa, as vLLM and text-generation-inference read them."""
+    tensors, stated, values = changed("gptq", g_idx=lambda g: g * 0)
+    found = ef.load_checkpoint(made.written(tmp_path / "m", (tensors, stated, values)))["m.weight"]
+    np.testing.assert_array_equal(np.asarray(found.materialize()), values)
 
 
 def test_numbers_can_be_given(tmp_path: Path):

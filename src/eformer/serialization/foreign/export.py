@@ -6,10 +6,12 @@ last one of a `weight`, the second last of a `kernel`, or where nothing else tel
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,20 +234,30 @@ def _same(notes: Mapping[str, Note], method: str) -> Note:
     return {"quantization_config": {"quant_method": method, **{k: v for k, v in found.items() if k != "rows"}}}
 
 
-def _gptq_config(notes: Mapping[str, Note]) -> Note:
-    """Rows of one group fit any configuration with groups of their size."""
+def _gptq_config(notes: Mapping[str, Note], dense: Sequence[str]) -> Note:
+    """Rows of one group fit any configuration with groups of their size. All matrices of numbered layers are taken for
+    quantized, unless a pattern of GPTQModel says that they are not."""
     rows = all(note["rows"] for note in notes.values())
     sizes = {"group_size": -1} if rows else {}
-    return _same({k: {**note, **sizes, "rows": rows} for k, note in notes.items()}, "gptq")
+    stated = _same({k: {**note, **sizes, "rows": rows} for k, note in notes.items()}, "gptq")
+    if left := [stem for stem in dense if re.search(r"\.\d+\.", stem)]:
+        stated["quantization_config"]["dynamic"] = {f"-:^{re.escape(stem)}$": {} for stem in left}
+    return stated
 
 
-def _mlx_config(notes: Mapping[str, Note]) -> Note:
+def _fp8_config(notes: Mapping[str, Note], dense: Sequence[str]) -> Note:
+    stated = _same(notes, "fp8")
+    stated["quantization_config"] |= {"activation_scheme": "dynamic", "modules_to_not_convert": [*dense]}
+    return stated
+
+
+def _mlx_config(notes: Mapping[str, Note], dense: Sequence[str]) -> Note:
     found = next(iter(notes.values()))
     stated = {**found, **{name: note for name, note in notes.items() if note != found}}
     return {"quantization": stated, "quantization_config": stated}
 
 
-def _groups_config(notes: Mapping[str, Note]) -> Note:
+def _groups_config(notes: Mapping[str, Note], dense: Sequence[str]) -> Note:
     groups: dict[str, Any] = {}
     for name, note in notes.items():
         weights = {k: v for k, v in note.items() if k != "format"}
@@ -256,13 +268,15 @@ def _groups_config(notes: Mapping[str, Note]) -> Note:
     named = {f"group_{i}": group for i, group in enumerate(groups.values())}
     form = forms.pop() if len(forms) == 1 else "mixed-precision"
     stated = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return {"quantization_config": {**stated, "config_groups": named, "ignore": []}}
+    return {"quantization_config": {**stated, "config_groups": named, "ignore": [*dense]}}
 
 
-WRITERS: dict[str, tuple[Callable[[Any, str], tuple[Stored, Note]], Callable[[Mapping[str, Note]], Note]]] = {
+Writer = Callable[[Any, str], tuple[Stored, Note]]
+Configure = Callable[[Mapping[str, Note], Sequence[str]], Note]  # of notes, and the layers that stay dense
+WRITERS: dict[str, tuple[Writer, Configure]] = {
     "gptq": (gptq, _gptq_config),
     "mlx": (mlx, _mlx_config),
-    "fp8": (fp8, functools.partial(_same, method="fp8")),
+    "fp8": (fp8, _fp8_config),
     "compressed-tensors": (compressed_tensors, _groups_config),
 }
 
@@ -284,7 +298,7 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
     is_path = isinstance(source, (str, os.PathLike))
     named: Mapping[str, Any] = open_checkpoint(source) if is_path else dict(named_leaves(source)[0])
     notes: dict[str, Note] = {}
-    leaves, owners, dtypes = [], {}, set()
+    leaves, owners, dtypes, dense = [], {}, set(), []
     for name in (*named, *getattr(named, "aliases", ())):  # tied weights are written once for each name
         value = named.abstract(named.known(name))[0] if isinstance(named, LazyCheckpoint) else named[name]
         leaf, note = _planned(name, value, write, to)
@@ -292,15 +306,17 @@ def export(source: Any, folder: str | os.PathLike[str], to: str, *, config: Mapp
         dtypes |= {value.dtype.name} if note else set()
         owners |= dict.fromkeys(leaf.tensors, name)
         notes |= {_stem(name): note} if note else {}
+        dense += [_stem(name)] if note is None and len(value.shape) == 2 and _stem(name) != name else []
     if not notes:
         raise CheckpointError(f"has no packed array to write as {to}.", file=source if is_path else None)
 
     @functools.lru_cache(maxsize=1)
     def made(name: str) -> Stored:
         value = named[name]
-        return _stored(name, _written(name, value, write, to)[0]) if isinstance(value, ImplicitArray) else {name: value}
+        with _refusing(name, to):
+            return _stored(name, write(value, name)[0]) if isinstance(value, ImplicitArray) else {name: value}
 
-    stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes)}
+    stated = {**(_beside(source) if config is None and is_path else config or {}), **configure(notes, dense)}
     if len(dtypes) == 1 and not {"dtype", "torch_dtype"} & set(stated):  # that of the values, which scales may not have
         stated = {"torch_dtype": dtypes.pop(), **stated}
     folder.mkdir(parents=True, exist_ok=True)
@@ -319,16 +335,19 @@ def _planned(name: str, value: Any, write: Any, to: str) -> tuple[Leaf, Note | N
     note: Note = {}
 
     def stored(q: Any) -> Stored:
-        made, found = _written(name, q, write, to)
+        made, found = write(q, name)
         note.update(found)
         return made
 
-    return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
+    with _refusing(name, to):
+        return Leaf(name, name, _stored(name, jax.eval_shape(stored, value))), note
 
 
-def _written(name: str, value: Any, write: Any, to: str) -> tuple[Stored, Note]:
+@contextlib.contextmanager
+def _refusing(name: str, to: str) -> Iterator[None]:
+    """Says of which tensor it is that a format cannot hold it."""
     try:
-        return write(value, name)
+        yield
     except _Unfit as err:
         fix = "Quantize it in a format that needs no rounding there, or materialize it."
         raise CheckpointError(f"cannot be written as {to}: it {err}", tensor=name, fix=fix) from err

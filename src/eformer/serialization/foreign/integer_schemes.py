@@ -78,7 +78,9 @@ def _plan_gptq(parts: Parts, config: Config, read: Read) -> dict[str, Any]:
     if config.get("desc_act") is True and group is not None and ".g_idx" not in parts:
         what = "was made with desc_act=True, but g_idx, which says the group of every row, is not there."
         raise wrong(".qweight", what, "Fetch all files, or pass quantization={'desc_act': False} if rows are in order.")
-    order = row_order(parts, ".g_idx", size, group or size, groups, read)
+    # GPTQ-for-LLaMa left zeros where it did not sort.
+    unset = config.get("desc_act") is False and ".g_idx" in parts and not read(".g_idx").any()
+    order = None if unset else row_order(parts, ".g_idx", size, group or size, groups, read)
     version = config.get("checkpoint_format", config.get("format", "gptq"))
     if version not in ("gptq", "gptq_v2", "gptq_p"):
         fix = "Allowed are 'gptq' (zero points stored minus 1), 'gptq_v2' (as they are) and 'gptq_p' (so, and codes in "
