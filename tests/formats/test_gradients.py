@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
+import eformer as ef
 from eformer.errors import QuantizedGradientError
 from eformer.jaximus import ImplicitArray, implicit, materialization_policy, materialize
 from eformer.ops.quantization import Array1B, quantize
@@ -183,6 +185,30 @@ def test_a_factor_in_a_loop_or_a_branch_stays_a_factor(kind: str) -> None:
         for found in results:
             assert jax.tree.structure(found) == jax.tree.structure(q), name
             check(found, f(dense(q), s))
+
+
+NARROW = {
+    "f16 scales": lambda w: ef.ArrayInt.quantize(w, 3, 32, scale_dtype=jnp.float16, symmetric=False),
+    "bf16 scales and biases": lambda w: ef.quantize(w, dtype="int5", block_size=16, biased=True),
+    "tiles": lambda w: ef.quantize(w, dtype="fp8", block_size=128),
+    "compressed": lambda w: ef.quantize(w, dtype="nf4", double_quant=True),
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_factor_in_a_loop_or_a_branch_is_not_rounded_to_what_a_scale_is_stored_as(kind: str) -> None:
+    q, s = NARROW[kind](jax.random.normal(jax.random.key(3), (64, 40))), jnp.asarray([0.7, 1.9, 3.1])
+    constant = {
+        "constant while": lambda q, s: lax.fori_loop(0, 3, lambda i, w: w * 1.1, q),
+        "constant cond": lambda q, s: lax.cond(s[0] > 0, lambda q: q, lambda q: q * 1.1, q),
+        "constant select": lambda q, s: lax.select(s[0] > 0, q, q * 1.1),
+    }
+    for name, f in (LOOPS | constant).items():
+        with materialization_policy("error"):
+            found = jax.jit(implicit(f))(q, s)
+        assert type(found) is type(q), name
+        wanted = np.asarray(f(dense(q), s))
+        np.testing.assert_allclose(dense(found), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max(), err_msg=name)
 
 
 def test_arrays_with_and_without_a_factor_are_told_apart() -> None:

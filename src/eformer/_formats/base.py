@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._core import ImplicitArray
@@ -20,6 +21,7 @@ from eformer._kernels.formats import FORMATS
 from . import arguments as _arguments
 from . import sharding as _sharding
 from . import turned
+from .blocks import common, wide
 from .gradients import FactoredScale, frozen, refusal
 
 P = TypeVar("P", bound="Packed")
@@ -30,6 +32,20 @@ Sharding = NamedSharding | PartitionSpec | None
 def same_scales(*arrays: Any) -> bool:
     """Do these arrays, all of which have scales, store them in one way?"""
     return len({(a.part(a.scale_part).dtype, sum(a.part(p) is None for p in a.parts)) for a in arrays}) == 1
+
+
+def _numbers(q: Any) -> list[Any]:
+    """How everything beside the codes is stored; of shapes, too, as those that a program is traced with."""
+    return [[(a.shape, a.dtype) for a in jax.tree.leaves(getattr(q, part.field))] for part in q.parts[1:]]
+
+
+def only_signs(factor: Any) -> bool:
+    return isinstance(factor, np.ndarray) and bool(np.all(np.abs(factor) == 1))
+
+
+def times(numbers: jax.Array, factor: Any) -> jax.Array:
+    dtype = numbers.dtype if only_signs(factor) else common(numbers.dtype, factor.dtype)
+    return numbers.astype(dtype) * factor.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +196,11 @@ class QuantizedArray(Packed, frozen=True):
         return self.replaced(**{self.scale_part.field: FactoredScale(scale)}, **changes)
 
     def with_plain_scale(self: Q) -> Q:
-        """The same values with the scale that they would have after a factor of one."""
-        return self
+        """The same values with the scale that they would have after a factor of one: f32 or wider, and expanded."""
+        if self.carries_factor or not self.has_scale:
+            return self
+        scale = self.part(self.scale_part)
+        return self.replaced(**{self.scale_part.field: scale.astype(wide(scale.dtype))})
 
     def stored_like(self: Q, other: Any) -> Q:
         """A factor changes the type of the scale; where a loop or a branch has one, the others get one too.
@@ -193,7 +212,7 @@ class QuantizedArray(Packed, frozen=True):
         made = self if self.sharding == other.sharding else self.replaced(sharding=other.sharding)
         if not (made.has_scale and other.has_scale):
             return made
-        made = made if same_scales(made, other) else made.with_plain_scale()
+        made = made if _numbers(made) == _numbers(other) else made.with_plain_scale()
         return made.with_factor(made.frozen_scale()) if other.carries_factor and not made.carries_factor else made
 
     def replaced(self: Q, **changes: Any) -> Q:
@@ -229,13 +248,15 @@ class QuantizedArray(Packed, frozen=True):
     def scaled(self: Q, factor: jax.Array, dtype: Any, *, traced: bool = False) -> Q:
         """A copy with the scale multiplied by `factor`, which has one axis per axis of the scale part.
 
+        In f32 or wider, since the product of two numbers of a narrow scale need not be one; a change of sign is exact.
         Only a factor that is `traced` can be differentiated.
         """
+        made = self if only_signs(factor) else self.with_plain_scale()
+        scale = made.frozen_scale() if traced or self.carries_factor else made.part(self.scale_part)
+        scale = times(scale, factor)
         if traced or self.carries_factor:
-            scale = self.frozen_scale()
-            return self.with_factor(scale * factor.astype(scale.dtype), dtype=dtype)
-        scale = self.part(self.scale_part)
-        return self.replaced(**{self.scale_part.field: scale * factor.astype(scale.dtype)}, dtype=dtype)
+            return made.with_factor(scale, dtype=dtype)
+        return made.replaced(**{self.scale_part.field: scale}, dtype=dtype)
 
     def _become(self, made: QuantizedArray) -> None:
         """While under construction: become what the values that were given were quantized to."""

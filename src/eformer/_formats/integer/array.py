@@ -13,7 +13,7 @@ from eformer._core import aux_field
 from eformer._jax import traces
 
 from .. import arguments as _arguments
-from ..base import Part, QuantizedArray
+from ..base import Part, QuantizedArray, times
 from ..blocks import wide
 from ..gradients import frozen
 from . import codec
@@ -122,17 +122,15 @@ class ArrayInt(QuantizedArray):
         flat = codes.reshape(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1])
         return jnp.moveaxis(flat[..., : self.shape[self.blocked]], -1, self.blocked)
 
+    def with_plain_scale(self) -> ArrayInt:
+        made = super().with_plain_scale()
+        return (
+            made if made is self or self.bias is None else made.replaced(bias=self.bias.astype(wide(self.bias.dtype)))
+        )
+
     def scaled(self, factor: jax.Array, dtype: Any, *, traced: bool = False) -> ArrayInt:
-        """In f32 or wider, since the product of two f16 numbers need not be one; a change of sign is exact."""
-        flips = isinstance(factor, np.ndarray) and bool(np.all(np.abs(factor) == 1))
-        held = {
-            name: array for name, array in (("scale", self.scale), ("bias", self._frozen_bias())) if array is not None
-        }
-        if not self.carries_factor and not flips:
-            held = {name: array.astype(wide(factor.dtype)) for name, array in held.items()}
-        if self.bias is not None:
-            held["bias"] = held["bias"] * factor.astype(held["bias"].dtype)
-        return super(ArrayInt, self.replaced(**held)).scaled(factor, dtype, traced=traced)
+        made = super().scaled(factor, dtype, traced=traced)
+        return made if self.bias is None else made.replaced(bias=times(self._frozen_bias(), factor))
 
     @classmethod
     def quantize(

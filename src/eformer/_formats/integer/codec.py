@@ -6,7 +6,7 @@ A code is a number from 0 to 2^bits - 1. What it stands for, with h = 2^(bits-1)
     zero point   (code - zero) * scale
     bias         code * scale + bias
 
-`encode` makes the first two. Symmetric: the value of the largest magnitude in a block becomes -h exactly, so its scale
+`encode` makes all three. Symmetric: the value of the largest magnitude in a block becomes -h exactly, so its scale
 has the other sign; against absmax / (h - 1), which leaves a code unused, that is 1.1 dB less noise at 4 bits and 5 dB
 at 2. With a zero point: scale = (max - min) / (2^bits - 1), the range made to include 0; zero = round(-min / scale).
 Codes are rounded to nearest, half to even, and clipped. Corner cases:
