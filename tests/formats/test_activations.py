@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import eformer as ef
 from eformer._formats.activations.array import ActivationArray
+from eformer._formats.activations.stochastic import rounded_at_random
 from eformer._formats.permuted.array import PermutedArray
 from eformer._quantize.statistics import LeafStatistics
 from eformer.jaximus import explain, implicit, materialization_policy
@@ -210,6 +211,22 @@ def test_gradients_in_eight_bits() -> None:
         np.testing.assert_array_equal(pulled(jax.random.key(3)), pulled(jax.random.key(3)))
     with pytest.raises(ValueError, match="a key is for gradients that are rounded"):
         quantize(w, dtype="int8", activations="int8").with_key(jax.random.key(0))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_small_gradients_are_rounded_to_a_neighbour(kind: str) -> None:
+    """Under jit, too, where XLA makes one division of two: rows of zeros and of the smallest numbers."""
+    rng = seeded(kind)
+    g = jnp.stack([normal(rng, 64) * 10.0**power for power in (-44, -40, -37, -33, -20, 0, 20, 37)])
+    g = g.at[4].set(0).at[5, :32].set(0)
+    made = jax.jit(rounded_at_random, static_argnums=(2, 3))(g, jax.random.key(1), (1,), kind)
+    made, exact = np.asarray(made, np.float64), np.asarray(g, np.float64)
+    scale = np.maximum(np.abs(exact).max(1, keepdims=True) / LARGEST[kind], 2.0**-126)
+    power = np.floor(np.log2(np.maximum(np.abs(exact / scale), 1e-300))) - 3
+    step = scale * (2.0 ** np.maximum(power, -9) if kind == "fp8" else 1)
+    assert np.isfinite(made).all()
+    assert (np.abs(made - exact) <= step * (1 + 1e-5) + 2.0**-125).all()
+    np.testing.assert_array_equal(made[exact == 0], 0)
 
 
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

@@ -49,9 +49,10 @@ def rounded_at_random(g: jax.Array, key: jax.Array, axes: tuple[int, ...], kind:
     values = g.astype(wide(g.dtype))
     scale = jnp.expand_dims(row_scale(largest_magnitude(values, axes), kind), axes)
     codes = values / (scale + 0 * values)
-    step = jnp.ones_like(codes)
+    step = per = jnp.ones_like(codes)
     if kind == "fp8":  # e4m3: eight steps between powers of two, from 2**-6 up
-        _, exponent = jnp.frexp(codes)
-        step = jnp.ldexp(jnp.ones_like(codes), jnp.maximum(exponent - 4, -9))
+        exponent = jnp.maximum(jnp.frexp(codes)[1] - 4, -9)
+        # Not `codes / step`: XLA would divide by `scale * step`, which is zero where the scale is the smallest number.
+        step, per = jnp.ldexp(step, exponent), jnp.ldexp(step, -exponent)
     noise = jax.random.uniform(key, g.shape, values.dtype)
-    return (jnp.floor(codes / step + noise) * step * scale).astype(g.dtype)
+    return (jnp.floor(codes * per + noise) * step * scale).astype(g.dtype)
