@@ -200,3 +200,16 @@ def test_adapters(kind: str) -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
     check(x @ lora["up"]["kernel"], x @ params["up"]["kernel"].materialize())
+
+
+def test_a_branch_that_chooses_between_weights_in_blocks_of_128() -> None:
+    rng = seeded("cond")
+    one, other = (ef.quantize(normal(rng, 200, 300), dtype="fp8", block_size=128) for _ in range(2))
+    x = normal(rng, 3, 200)
+    for choose in (
+        lambda i, a, b: jax.lax.cond(i > 0, lambda: a, lambda: b),
+        lambda i, a, b: jax.lax.switch(i, [lambda a, b: b, lambda a, b: a], a, b),
+    ):
+        with ef.materialization_policy("error"):
+            chosen = [jax.jit(ef.implicit(lambda i, *q, f=choose: x @ f(i, *q)))(i, one, other) for i in (0, 1)]
+        check(chosen, [x @ other.materialize(), x @ one.materialize()], 2e-5)

@@ -57,7 +57,7 @@ def _like(primitive: Any, out: Sequence[Any], carry: Sequence[Any]) -> list[Any]
 def _common(outs: Sequence[Any]) -> Any:
     """The one among the outputs of branches whose structure all of them can have, or None."""
     for one in outs:
-        alike = [jax.eval_shape(lambda o, one=one: _matched([o], [one])[0], out) for out in outs]
+        alike = [jax.eval_shape(lambda o, c: _matched([o], [c])[0], out, one) for out in outs]
         if len(set(map(_type_of, alike))) == 1:
             return one
     return None

@@ -30,8 +30,9 @@ Sharding = NamedSharding | PartitionSpec | None
 
 
 def same_scales(*arrays: Any) -> bool:
-    """Do these arrays, all of which have scales, store them in one way?"""
-    return len({(a.part(a.scale_part).dtype, sum(a.part(p) is None for p in a.parts)) for a in arrays}) == 1
+    """Do these arrays, all of which have scales, store them in one way? Shapes of arrays will do."""
+    fields = [(getattr(a, a.scale_part.field).dtype, [getattr(a, p.field) is None for p in a.parts]) for a in arrays]
+    return all(dtype == fields[0][0] and sum(absent) == sum(fields[0][1]) for dtype, absent in fields)
 
 
 def _numbers(q: Any) -> list[Any]:
