@@ -22,11 +22,52 @@ class TileConfig {
       config.bytes[t] = 64;
       config.rows[t] = static_cast<uint8_t>(t == 6 || t == 7 ? 16 : rows);
     }
-    _tile_loadconfig(&config);
+    asm volatile("ldtilecfg %0" ::"m"(config));  // GCC's intrinsic does not say that it reads all of it
   }
   TileConfig(const TileConfig&) = delete;
   ~TileConfig() { _tile_release(); }
 };
+
+constexpr bool has_infinity(Format format) { return format == Format::fp8_e5m2 || format == Format::fp8_e5m2_block; }
+
+// A vector of x into its parts, `apart` words from each other. Infinities and NaN have no remainder. A remainder that is zero
+// would make NaN of an infinite value of D: there it is the least number with the sign of x.
+INLINE void split(F v, int parts, bool infinite, uint16_t* to, int64_t apart) {
+  const I least = bit_or(bit_and(as_bits(v), broadcast_bits(0x80000000)), broadcast_bits(0x800000));
+  const __mmask16 nothing = _mm512_fpclass_ps_mask(v, 0x87);  // zero or NaN
+  for (int part = 0; part < parts; ++part, to += apart) {
+    const __mmask16 special = _mm512_fpclass_ps_mask(v, 0x99);
+    const I bits = _mm512_mask_or_epi32(as_bits(v), _mm512_fpclass_ps_mask(v, 0x81), as_bits(v), broadcast_bits(0x400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(shift_right<16>(bits)));
+    v = _mm512_mask_mov_ps(sub(v, leading_part(v)), special, zero());
+    if (infinite) v = _mm512_mask_mov_ps(v, _mm512_mask_cmp_ps_mask(~nothing, v, zero(), _CMP_EQ_OQ), as_floats(least));
+  }
+}
+
+// Sums that wait for their scales, and the small parts of x, must stay within what a float holds: is the largest number of each
+// row between 2^-70 and 2^90? All must be finite where a value of D comes in parts, some of them zero.
+inline bool moderate(const Product& p, bool finite_only) {
+  constexpr uint32_t least = (127u - 70) << 23, most = (127u + 90) << 23, infinity = 0x7f800000;
+  constexpr int some = 256;
+  alignas(64) float values[some];
+  for (int64_t i = 0; i < p.m; ++i) {
+    I largest_yet = broadcast_bits(0);
+    for (int64_t k = 0; k < p.k(); k += some) {
+      const int64_t count = min(some, p.k() - k);
+      read_row(p.x, p.x_type, i * p.k() + k, count, nullptr, values);
+      for (int64_t j = count; j % lanes; ++j) values[j] = 0;
+      for (int64_t j = 0; j < count; j += lanes) {
+        const I bits = bit_and(as_bits(load(values + j)), broadcast_bits(0x7fffffff));
+        const __mmask16 finite = _mm512_cmplt_epu32_mask(bits, broadcast_bits(infinity));
+        if (finite_only && finite != 0xffff) return false;
+        largest_yet = _mm512_mask_max_epu32(largest_yet, finite, largest_yet, bits);
+      }
+    }
+    const uint32_t found = largest(largest_yet);
+    if (found > most || (found && found < least)) return false;
+  }
+  return true;
+}
 
 template <int x_parts, int w_parts>
 struct AmxEngine {
@@ -62,7 +103,9 @@ struct AmxEngine {
         alignas(64) float values[some] = {};
         read_row(p.x, p.x_type, (m0 + i) * k + k0, count, factor ? factor + k0 : nullptr, values);
         for (int64_t s = 0; s < min(some, k - k0); s += step)
-          split(values + s, band + (k0 + s) / step * x_parts * x_tile + i * step);
+          for (int half = 0; half < step; half += lanes)
+            split(load(values + s + half), x_parts, has_infinity(p.d.format),
+                  band + (k0 + s) / step * x_parts * x_tile + i * step + half, x_tile);
       }
   }
 
@@ -77,20 +120,6 @@ struct AmxEngine {
   }
 
  private:
-  // One row of 32 values into the parts of its tile. Infinities and NaN have no remainder.
-  static void split(const float* values, Packed* to) {
-    for (int half = 0; half < 2; ++half) {
-      F v = load(values + half * lanes);
-      for (int part = 0; part < x_parts; ++part) {
-        const __mmask16 special = _mm512_fpclass_ps_mask(v, 0x99);
-        const I bits = _mm512_mask_or_epi32(as_bits(v), _mm512_fpclass_ps_mask(v, 0x81), as_bits(v), broadcast_bits(0x400000));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + part * x_tile + half * lanes),
-                            _mm512_cvtepi32_epi16(shift_right<16>(bits)));
-        v = _mm512_mask_mov_ps(sub(v, leading_part(v)), special, zero());
-      }
-    }
-  }
-
   // Row-tile sums in tile `t` go to c, `rows` of them.
   template <int t>
   static INLINE void add_to(float* c, int64_t rows, bool first) {
