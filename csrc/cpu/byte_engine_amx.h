@@ -12,7 +12,7 @@ struct ByteTileEngine {
   static constexpr bool from_codes = false, signs = true;
 
   struct Session {
-    const Tiles tiles{line_bytes};
+    const Tiles tiles;
   };
 
   // x is packed as [m / 16][dword / 16][16][16].

@@ -93,7 +93,7 @@ class ByteTileDot {
     for_each(runtime, groups * side, [&](int64_t i, int64_t) { dot.read(i, codes.in(base), factors.in(base)); });
     for_each(runtime, groups, [&](int64_t g, int64_t) { dot.turn(g, codes.in(base), x.in(base)); });
     for_each(runtime, ceil_div(p.n(), across), [&](int64_t i, int64_t worker) {
-      const Tiles tiles(dot.unit);
+      const Tiles tiles(side, dot.unit);
       float* to = rows.in(base, worker);
       for (int64_t n = i * across; n < min(p.n(), (i + 1) * across); n += outputs)
         dot.several(n, *work.in(base, worker), sums.in(base, worker), numbers.in(base, worker), to + n % across);

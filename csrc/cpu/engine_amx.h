@@ -5,32 +5,51 @@
 
 #include "pairs.h"
 #include "rows.h"
+#include "tiles_amx.h"
 #include "weights.h"
 
 namespace eformer::EFORMER_ISA {
 
-// Tiles 0 to 3 hold sums, 4 to 7 operands; `rows` rows of x at a time.
-class TileConfig {
- public:
-  explicit TileConfig(int64_t rows) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int t = 0; t < 8; ++t) {
-      config.bytes[t] = 64;
-      config.rows[t] = static_cast<uint8_t>(t == 6 || t == 7 ? 16 : rows);
-    }
-    // GCC's _tile_loadconfig says that it reads eight bytes, so what is stored behind these may never be.
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  TileConfig(const TileConfig&) = delete;
-  ~TileConfig() { _tile_release(); }
-};
+constexpr bool has_infinity(Format format) { return format == Format::fp8_e5m2 || format == Format::fp8_e5m2_block; }
 
-// What was stored so far is in memory: GCC's _tile_loadd does not say that it reads any.
-INLINE void before_tiles_are_loaded() { asm volatile("" ::: "memory"); }
+// A vector of x into its parts, `apart` words from each other. Infinities and NaN have no remainder. A remainder that is zero
+// would make NaN of an infinite value of D: there it is the least number with the sign of x.
+INLINE void split(F v, int parts, bool infinite, uint16_t* to, int64_t apart) {
+  const I least = bit_or(bit_and(as_bits(v), broadcast_bits(0x80000000)), broadcast_bits(0x800000));
+  const __mmask16 nothing = _mm512_fpclass_ps_mask(v, 0x87);  // zero or NaN
+  for (int part = 0; part < parts; ++part, to += apart) {
+    const __mmask16 special = _mm512_fpclass_ps_mask(v, 0x99);
+    const I bits = _mm512_mask_or_epi32(as_bits(v), _mm512_fpclass_ps_mask(v, 0x81), as_bits(v), broadcast_bits(0x400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(shift_right<16>(bits)));
+    v = _mm512_mask_mov_ps(sub(v, leading_part(v)), special, zero());
+    if (infinite) v = _mm512_mask_mov_ps(v, _mm512_mask_cmp_ps_mask(~nothing, v, zero(), _CMP_EQ_OQ), as_floats(least));
+  }
+}
+
+// Sums that wait for their scales, and the small parts of x, must stay within what a float holds: is the largest number of each
+// row between 2^-70 and 2^90? All must be finite where a value of D comes in parts, some of them zero.
+inline bool moderate(const Product& p, bool finite_only) {
+  constexpr uint32_t least = (127u - 70) << 23, most = (127u + 90) << 23, infinity = 0x7f800000;
+  constexpr int some = 256;
+  alignas(64) float values[some];
+  for (int64_t i = 0; i < p.m; ++i) {
+    I largest_yet = broadcast_bits(0);
+    for (int64_t k = 0; k < p.k(); k += some) {
+      const int64_t count = min(some, p.k() - k);
+      read_row(p.x, p.x_type, i * p.k() + k, count, nullptr, values);
+      for (int64_t j = count; j % lanes; ++j) values[j] = 0;
+      for (int64_t j = 0; j < count; j += lanes) {
+        const I bits = bit_and(as_bits(load(values + j)), broadcast_bits(0x7fffffff));
+        const __mmask16 finite = _mm512_cmplt_epu32_mask(bits, broadcast_bits(infinity));
+        if (finite_only && finite != 0xffff) return false;
+        largest_yet = _mm512_mask_max_epu32(largest_yet, finite, largest_yet, bits);
+      }
+    }
+    const uint32_t found = largest(largest_yet);
+    if (found > most || (found && found < least)) return false;
+  }
+  return true;
+}
 
 template <int x_parts, int w_parts>
 struct AmxEngine {
@@ -50,8 +69,8 @@ struct AmxEngine {
 
   // Lives as long as one thread multiplies.
   struct Session {
-    TileConfig config;
-    explicit Session(int64_t m) : config(min(m, side)) {}
+    Tiles tiles;
+    explicit Session(int64_t m) : tiles(min(m, side)) {}
   };
 
   static void finish(Panel* panel, int64_t count) { Sink{panel}.pad(count, step); }
@@ -66,7 +85,9 @@ struct AmxEngine {
         alignas(64) float values[some] = {};
         read_row(p.x, p.x_type, (m0 + i) * k + k0, count, factor ? factor + k0 : nullptr, values);
         for (int64_t s = 0; s < min(some, k - k0); s += step)
-          split(values + s, band + (k0 + s) / step * x_parts * x_tile + i * step);
+          for (int half = 0; half < step; half += lanes)
+            split(load(values + s + half), x_parts, has_infinity(p.d.format),
+                  band + (k0 + s) / step * x_parts * x_tile + i * step + half, x_tile);
       }
   }
 
@@ -81,20 +102,6 @@ struct AmxEngine {
   }
 
  private:
-  // One row of 32 values into the parts of its tile. Infinities and NaN have no remainder.
-  static void split(const float* values, Packed* to) {
-    for (int half = 0; half < 2; ++half) {
-      F v = load(values + half * lanes);
-      for (int part = 0; part < x_parts; ++part) {
-        const __mmask16 special = _mm512_fpclass_ps_mask(v, 0x99);
-        const I bits = _mm512_mask_or_epi32(as_bits(v), _mm512_fpclass_ps_mask(v, 0x81), as_bits(v), broadcast_bits(0x400000));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + part * x_tile + half * lanes),
-                            _mm512_cvtepi32_epi16(shift_right<16>(bits)));
-        v = _mm512_mask_mov_ps(sub(v, leading_part(v)), special, zero());
-      }
-    }
-  }
-
   // Row-tile sums in tile `t` go to c, `rows` of them.
   template <int t>
   static INLINE void add_to(float* c, int64_t rows, bool first) {
@@ -116,7 +123,7 @@ struct AmxEngine {
 
   // At most 16 rows of x, 64 outputs.
   static void one_by_four(const Packed* x, const Panel* panel, int64_t n_steps, int64_t rows, bool first, float* c) {
-    before_tiles_are_loaded();
+    written();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

@@ -3,6 +3,7 @@
 
 #if defined(__AMX_BF16__)
 #include "engine_amx.h"
+#include "tile_dot.h"
 #endif
 #include "engine_fma.h"
 #include "encode.h"
@@ -33,6 +34,40 @@ void panels(const Product& p, Runtime& runtime) {
   return p.x_type == Type::bf16 && !folded;
 }
 
+#if defined(__AMX_BF16__)
+// Three parts of a few rows of x fit one tile side by side.
+template <Format format, class Row>
+bool by_tiles(const Product& p, Runtime& runtime) {
+  constexpr int64_t few = 5;
+  const bool exact = exact_bf16(p);
+  if (!TileDot<format, Row, 1>::takes(p)) return false;
+  exact || p.m <= few ? TileDot<format, Row, 1>::run(p, runtime, exact) : TileDot<format, Row, 3>::run(p, runtime, exact);
+  return true;
+}
+
+// Products of parts per value: 1, 3 where x is float32, twice that for NF4. Beyond the rows of one tile, panels of whole rows
+// of D are as quick, and quicker where x is bf16.
+constexpr int64_t tile_rows = 16;
+template <Format format>
+bool on_amx(const Product& p, Runtime& runtime) {
+  if constexpr (format == Format::nf4) {
+    if (p.d.table) return by_tiles<format, NibbleRow<1>>(p, runtime);
+    constexpr int64_t rows_that_pay = 8, rows_of_axpy = 20;
+    if (exact_bf16(p) && p.m > (p.form == Form::dot ? tile_rows : rows_of_axpy) && moderate(p, true))
+      return panels<AmxEngine<1, 3>, format>(p, runtime), true;
+    return (exact_bf16(p) || p.m >= rows_that_pay) && by_tiles<format, NibbleRow<3>>(p, runtime);
+  } else if constexpr (blocked(format)) {
+    return by_tiles<format, TileRow<format>>(p, runtime);
+  } else {
+    if constexpr (per_byte(format) == 1) {
+      if (p.m <= tile_rows && by_tiles<format, TileRow<format>>(p, runtime)) return true;
+    }
+    exact_bf16(p) ? panels<AmxEngine<1, 1>, format>(p, runtime) : panels<AmxEngine<3, 1>, format>(p, runtime);
+    return true;
+  }
+}
+#endif
+
 template <Format format>
 void product(const Product& p, Runtime& runtime) {
   if constexpr (Table<format, Form::dot>::possible) {
@@ -53,17 +88,7 @@ void product(const Product& p, Runtime& runtime) {
   if (Narrow::takes(p)) return Narrow::run(p, runtime);
   if (SmallAxpy<format>::takes(p)) return SmallAxpy<format>::run(p, runtime);
 #if defined(__AMX_BF16__)
-  // Products of parts per value: 1 or 3; NF4 times f32 would take 6, which is no faster than f32 arithmetic. Splitting D in
-  // three takes as long for 1 row of x as for 16.
-  if constexpr (format == Format::nf4) {
-    constexpr int64_t rows_that_pay = 20;
-    if (exact_bf16(p) && p.m > rows_that_pay) return panels<AmxEngine<1, 3>, format>(p, runtime);
-  } else if constexpr (format == Format::fp8_e5m2) {
-    // An infinity times the parts of a float has no sum.
-    if (exact_bf16(p)) return panels<AmxEngine<1, 1>, format>(p, runtime);
-  } else if constexpr (!blocked(format)) {
-    return exact_bf16(p) ? panels<AmxEngine<1, 1>, format>(p, runtime) : panels<AmxEngine<3, 1>, format>(p, runtime);
-  }
+  if (on_amx<format>(p, runtime)) return;
 #endif
   panels<FmaEngine, format>(p, runtime);
 }

@@ -16,10 +16,10 @@ from eformer._kernels.parameters import Parameters, Problem, product_problem
 
 from ..cases import FORMS, INTEGERS, OFFSETS, Case, make_case, relative_error, with_offset
 from ..hlo_cases import seeded
-from .calls import FLOAT32_LIMIT, THREADS, Call, errors, isas
+from .calls import FLOAT32_LIMIT, THREADS, Call, compute, errors, isas
 
 # Rows, columns, block: one block and several in a vector, blocks that cut vectors, ragged ends, several panels.
-SHAPES = ((3, 130, 16), (65, 129, 64), (40, 1030, 128), (70, 90, 48), (17, 40, 24), (257, 96, 32))
+SHAPES = ((3, 130, 16), (65, 129, 64), (40, 1030, 128), (70, 90, 48), (17, 40, 24), (257, 96, 32), (70, 650, 704))
 
 # The kernels of int4, of bytes, and of bits that become bytes.
 MOST = [fmt if fmt in ("int4", "int3") else pytest.param(fmt, marks=pytest.mark.thorough) for fmt in INTEGERS]
@@ -37,11 +37,27 @@ def test_products(fmt: str, form: str) -> None:
     rng, threads, calls = seeded(fmt, form), itertools.cycle(THREADS), []
     for kind, shape in itertools.product(OFFSETS, SHAPES):
         case = offset_case(rng, fmt, kind, shape, scale_dtype=rng.choice([np.float32, np.float16]))
-        for m in (1, int(rng.integers(2, 5)), int(rng.integers(5, 40))):
+        for m in (1, int(rng.integers(2, 5)), 5, int(rng.integers(6, 40))):
             x = rng.standard_normal((m, shape[1 if form == "dot" else 0])).astype(np.float32)
             calls += [Call(case, form, x, isa, next(threads)) for isa in isas()]
     for call, error in zip(calls, errors(calls), strict=True):
         assert error <= FLOAT32_LIMIT, f"{call}: error {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", OFFSETS)
+@pytest.mark.parametrize("fmt", MOST)
+def test_infinite_x(fmt: str, kind: str) -> None:
+    """An infinity in x meets what a value is with its offset, not the two of them one after the other."""
+    rng = seeded(fmt, kind)
+    case = offset_case(rng, fmt, kind, (65, 129, 64))
+    for m in (6, 20):
+        x = rng.standard_normal((m, 129)).astype(np.float32)
+        x[2, 100] = np.inf
+        with np.errstate(invalid="ignore"):
+            want = case.expected(x.astype(np.float64), "dot")[2]
+        for found in compute([Call(case, "dot", x, isa) for isa in isas()]):
+            np.testing.assert_array_equal(found[2], want)
+            assert np.isfinite(np.delete(found, 2, axis=0)).all()
 
 
 @pytest.mark.parametrize("kind", OFFSETS)

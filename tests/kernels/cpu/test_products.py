@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ..cases import BITS, FORMATS, FORMS, NIBBLES, SCALES, Case, make_case
+from ..cases import BITS, BLOCKED, FORMATS, FORMS, NIBBLES, SCALES, Case, make_case, relative_error
 from .calls import FLOAT32_LIMIT, THREADS, Call, compute, errors, isas
 
 SIZES = ((1, 1), (1, 2), (2, 1), (3, 130), (17, 64), (64, 63), (65, 129), (257, 66), (40, 1030), (300, 7), (130, 515))
@@ -142,6 +143,53 @@ def test_values_that_are_not_finite(fmt: str, rng: np.random.Generator) -> None:
             assert np.isfinite(np.delete(found, 2, axis=0)).all()
 
 
+# Rows, columns, block: one step of an instruction and several, blocks longer than a panel, a whole row, ragged ends.
+STEPS = ((67, 330, 32), (130, 1000, 64), (64, 96, 96), (16, 65, 64), (33, 650, 704), (70, 2070, 160), (129, 600, 320))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "fp8_e4m3", "fp8_e5m2", *BLOCKED])
+def test_blocks_of_whole_steps(fmt: str, dtype, rng: np.random.Generator) -> None:
+    """Sums of a block that are scaled afterwards, for fewer rows of x than a tile holds and for more."""
+    calls = []
+    for i, (rows, cols, block) in enumerate(STEPS):
+        case = make_case(rng, fmt, rows, cols, block=block)
+        for m in (5, 6, 16, int(rng.integers(17, 80)), *([130, 600] if i == 0 else [])):
+            x = random_x(rng, case, "dot", m, dtype)
+            calls += [Call(case, "dot", x, isa, THREADS[(i + m) % 3], out_dtype=jnp.float32) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("fmt", ["nf4", *BLOCKED])
+def test_scales_and_x_of_any_size(fmt: str, rng: np.random.Generator) -> None:
+    """What one of them has too much of the other takes away: no value in between leaves the range of float32."""
+    calls = []
+    for power in (-100, -60, 75, 100):
+        case = make_case(rng, fmt, 40, 200, block=64)
+        dense, scale = case.dense * 2.0**-power, (case.scale.astype(np.float64) * 2.0**-power).astype(np.float32)
+        case = dataclasses.replace(case, scale=scale, dense=dense)
+        for m in (6, 20):
+            x = random_x(rng, case, "dot", m) * np.float32(2.0**power)
+            calls += [Call(case, "dot", x, isa) for isa in isas()]
+    check(calls)
+
+
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "fp8_e4m3", *BLOCKED])
+def test_infinite_x(fmt: str, rng: np.random.Generator) -> None:
+    """Infinities in the row of x that has them, NaN where they meet a zero, as in the dense product."""
+    case = make_case(rng, fmt, 66, 130)
+    for m in (6, 18, 40):
+        x = random_x(rng, case, "dot", m)
+        x[1, 3], x[4, 70] = np.inf, -np.inf
+        with np.errstate(invalid="ignore"):
+            want = case.expected(x.astype(np.float64), "dot")
+        assert np.isinf(want[1]).any()
+        for found in compute([Call(case, "dot", x, isa) for isa in isas()]):
+            for row in (1, 4):
+                np.testing.assert_array_equal(found[row], want[row])
+            assert relative_error(np.delete(found, (1, 4), 0), np.delete(want, (1, 4), 0)) <= FLOAT32_LIMIT
+
+
 ONE_BYTE = ("int8_block", "fp8_e4m3_block", "fp8_e5m2_block", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -170,7 +218,7 @@ def test_every_code_of_fp8(fmt: str) -> None:
     codes = np.arange(256, dtype=np.uint8).reshape((256, 1, 1) if fmt.endswith("block") else (256, 1))
     codes = np.concatenate([codes, np.zeros_like(codes)], axis=-1)
     case = Case(fmt, 2, codes, np.ones((256, 1), np.float32), np.stack([known, np.zeros_like(known)], axis=-1))
-    calls = [Call(case, "dot", np.eye(m, 2, dtype=np.float32), isa) for m in (1, 2, 9) for isa in isas()]
+    calls = [Call(case, "dot", np.eye(m, 2, dtype=np.float32), isa) for m in (1, 2, 5, 9, 20) for isa in isas()]
     for found in compute(calls):
         np.testing.assert_array_equal(found[0], known)
 

@@ -109,6 +109,21 @@ def test_every_code_of_a_scale(form: str, kind: str) -> None:
                 assert set(row[~normal].tolist()) <= {0.0, *known[~normal].tolist()}  # threads of XLA flush it
 
 
+def test_scales_far_apart_in_one_row() -> None:
+    """Each row of x takes one value out of D, whatever the scales of the blocks beside it."""
+    rng = seeded("apart")
+    case = make_case(rng, "fp4", 70, 20 * 32, block=32)
+    values = case.dense / np.repeat(case.scale.astype(np.float64), 32, axis=1)
+    scale = rng.integers(2, 252, case.scale.shape).astype(np.uint8)
+    dense = values * np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, axis=1)
+    case = dataclasses.replace(case, scale=scale, dense=dense)
+    for m in (5, 9, 20):
+        x, at = np.zeros((m, 640), np.float32), rng.permutation(640)[:m]
+        x[np.arange(m), at] = 1
+        for found in compute([Call(case, "dot", x, isa) for isa in isas()]):
+            np.testing.assert_array_equal(found, dense[:, at].T.astype(np.float32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scale_that_is_nan_stays_in_its_block(kind: str) -> None:
     rng = seeded(kind)
@@ -116,7 +131,7 @@ def test_a_scale_that_is_nan_stays_in_its_block(kind: str) -> None:
     scale = case.scale.copy()
     scale.view(np.uint8)[33, 5] = 255 if kind == "e8m0" else 127
     case = dataclasses.replace(case, scale=scale)
-    for m in (1, 4, 19):
+    for m in (1, 4, 5, 19):
         x = rng.standard_normal((m, 200)).astype(np.float32)
         for found in compute([Call(case, "dot", x, isa) for isa in isas()]):
             assert np.isnan(found[:, 33]).all()
