@@ -216,12 +216,12 @@ def fp8_encode(w: np.ndarray, amax: np.ndarray, *, element: str) -> tuple[np.nda
 
 
 def iq4_nl_encode(block: np.ndarray) -> tuple[np.ndarray, np.float16]:
-    """One block of 32: of 15 scales the one with the least squared error, each with its best codes."""
+    """One block of 32: of 16 scales the one with the least squared error, each with its best codes."""
     table, x = element_table("iq4_nl"), np.asarray(block, np.float64)
     extreme = x[np.argmax(np.abs(x))]
     best = (math.inf, 0.0)
-    for attempt in range(-7, 8):
-        codes = np.argmin(np.abs(x[:, None] * (attempt - 127) / extreme - table), axis=-1)
+    for place in np.outer((-127, 113), np.linspace(0.82, 1.13, 8)).ravel():
+        codes = np.argmin(np.abs(x[:, None] * place / extreme - table), axis=-1)
         scale = x @ table[codes] / (table[codes] @ table[codes])
         best = min(best, (float(np.sum((x - scale * table[codes]) ** 2)), scale))
     scale = np.float16(best[1])

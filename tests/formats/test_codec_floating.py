@@ -209,7 +209,7 @@ def test_iq4_nl_decodes_as_ggml_does():
     np.testing.assert_array_equal(np.asarray(found), wanted)
 
 
-def test_iq4_nl_finds_the_best_of_15_scales():
+def test_iq4_nl_finds_the_best_of_16_scales():
     rng = seeded("iq4_nl")
     w = rng.standard_normal((30, 32)).astype(np.float32) * 10.0 ** rng.integers(-2, 4, (30, 1)).astype(np.float32)
     codes, scale, _ = codec.encode(jnp.asarray(w), kind="iq4_nl", axis=-1)
