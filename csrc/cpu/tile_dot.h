@@ -240,7 +240,8 @@ class TileDot {
     for (int64_t i = 0; i < strips * units * 16; i += Decoding::rows_of_one_band) next.template go_on<true>();
     clear();
     for (int64_t i = 0; i < panels; ++i) {
-      const int64_t s0 = i / tiles * units * Row::steps, n = i % tiles * tile, here = min(units * Row::steps, steps - s0);
+      const int64_t s0 = i / tiles * units * Row::steps, n = i % tiles * tile;
+      const int64_t here = min(units * Row::steps, ceil_div(p.k(), step_columns) - s0);  // no block begins behind the last column
       const uint16_t* panel = next.done();
       for (int64_t band = 0; band < bands; ++band) {
         const uint16_t *xs = x + (band * steps + s0) * parts_of_x * tile_words, *d = panel;
@@ -254,6 +255,7 @@ class TileDot {
           if ((left -= step_columns) == 0 || (s + 1 == here && (!one_band || i + 1 == panels))) {
             before = leave(sums, scales + n * w.blocks, room.added + n * w.blocks, min(tile, count - n), block, band,
                            room.sums + (n * bands + band * tile) * 16);
+            if (left && (s0 + s + 1) * step_columns < p.k()) before.of_x = nullptr;  // the block goes on: once is enough
             left = period, ++block;
           }
         }
