@@ -194,6 +194,26 @@ def test_stacks_of_them_are_scanned_joined_and_used_in_groups(key: jax.Array) ->
     np.testing.assert_allclose(turned.materialize(), jnp.swapaxes(dense, 1, 2), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "iq4_nl", "int4", "fp8"])
+@pytest.mark.parametrize("method", ["gptq", "scale"])
+def test_what_a_method_made_is_saved(calibrated: Any, fmt: str, method: str, tmp_path: Any) -> None:
+    made = {"up": quantized(calibrated, {"*": fmt}, method=method)["up"]}
+    ef.save(tmp_path / "m.safetensors", made)
+    found = ef.load(tmp_path / "m.safetensors")
+    assert jax.tree.structure(found) == jax.tree.structure(made)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(made), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_names_of_formats_are_saved_as_strings(tmp_path: Any) -> None:
+    names = {"activations": ef.QuantizationType.INT8, "backward": ef.QuantizationType.FP8}
+    q = ef.quantize(jnp.ones((16, 8)), dtype="int8", **names)
+    ef.save(tmp_path / "w.safetensors", {"w": q})
+    found = ef.load(tmp_path / "w.safetensors")["w"]
+    assert jax.tree.structure(found) == jax.tree.structure(q)
+    assert (type(found.activations), found.backward) == (str, "fp8")
+
+
 def test_it_is_saved_and_checked(key: jax.Array, tmp_path: Any) -> None:
     q, dense = scaled(key, (16, 8), (16, 1))
     ef.save(tmp_path / "w.safetensors", {"w": q})

@@ -331,7 +331,7 @@ def grid_of(config: QuantizationConfig, size: int) -> tuple[Grid, int] | None:
     if kind in ("ternary", "binary"):
         return GridOneBit(onebit.BITS[kind]), size
     if kind in floats.KINDS and floats.KINDS[kind].block is not None:
-        return GridFloat(kind), floats.KINDS[kind].block or 0
+        return GridFloat(kind.value), floats.KINDS[kind].block or 0
     return None
 
 

@@ -7,6 +7,7 @@ come back as dicts of their children, because a file cannot make classes; `like=
 from __future__ import annotations
 
 import collections
+import enum
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +31,8 @@ def encode_plain(value: Any, what: str = "the value") -> Any:
     """
     if value is None or type(value) in (bool, int, str):
         return value
+    if isinstance(value, enum.StrEnum):  # equal to the string
+        return str(value)
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if type(value) is complex:
