@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ import pytest
 import eformer as ef
 from eformer.cli import main
 from eformer.errors import AlreadyQuantizedError, CheckpointError
-from eformer.serialization.streaming.output import Journal
 
 ALL = [str(kind) for kind in ef.QuantizationType]
 
@@ -385,16 +383,3 @@ def test_windows_and_activations_on_the_command_line(w, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "int8" in said
     assert "None" not in said
-
-
-def test_a_journal_that_cannot_be_begun_lets_go_of_its_lock(tmp_path, monkeypatch):
-    target = tmp_path / "out.safetensors"
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space left"):
-            Journal(target, "run")
-    Journal(target, "run").close()

@@ -12,6 +12,7 @@ import pytest
 
 from eformer import serialization as files
 from eformer.serialization.checkpoint import save as saving
+from eformer.serialization.streaming.output import Journal
 
 
 def names(folder) -> list[str]:
@@ -123,3 +124,16 @@ def test_tensors_are_aligned(tmp_path):
 def test_sizes_are_checked(size):
     with pytest.raises(ValueError, match="is not a size"):
         saving.byte_count(size)
+
+
+def test_a_journal_that_cannot_be_begun_lets_go_of_its_lock(tmp_path, monkeypatch):
+    target = tmp_path / "out.safetensors"
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            Journal(target, "run")
+    Journal(target, "run").close()
