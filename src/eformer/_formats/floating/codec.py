@@ -179,7 +179,7 @@ def _encode_blocks(blocks: jax.Array, absmax: jax.Array, whole: Any, row: Kind, 
         scale = jnp.where(finite, scale, jnp.array(jnp.nan, _E4M3))
         scaled = _unscaled(blocks, jnp.where(finite, scale.astype(jnp.float32) * whole, 0), at + 1)
     else:
-        scale = jnp.where(finite, _searched(blocks, jnp.where(finite, absmax, 0), at), jnp.nan).astype(jnp.float16)
+        scale = jnp.where(finite, searched(blocks, jnp.where(finite, absmax, 0), at), jnp.nan).astype(jnp.float16)
         scaled = _unscaled(blocks, jnp.where(finite, scale, 0).astype(jnp.float32), at + 1)
     return _blocks.packed(nearest(scaled, row), at + 1, 8 // row.per_byte), scale
 
@@ -224,7 +224,7 @@ def _nearest_entry(x: jax.Array) -> jax.Array:
 _PLACES = np.outer((IQ4_NL_CODEBOOK[0], IQ4_NL_CODEBOOK[-1]), np.linspace(0.82, 1.13, 8)).ravel().astype(np.float32)
 
 
-def _searched(blocks: jax.Array, absmax: jax.Array, at: int) -> jax.Array:
+def searched(blocks: jax.Array, absmax: jax.Array, at: int) -> jax.Array:
     """The scale of IQ4_NL: of 16 that take the extreme value to the ends of the table, the best.
 
     For given codes the best scale is a quotient of sums; it removes `products**2 / squares` of the squared error.

@@ -251,8 +251,7 @@ class GridFloat(Grid):
         if self.row.scale == "e8m0":
             return _power(_exponent(absmax) - self.row.exponent)
         if self.kind == "iq4_nl":
-            low = jnp.min(x, axis=axis)
-            return jnp.where(-low >= absmax, low, absmax) / -127.0
+            return floats.searched(x, absmax, axis - 1)
         return absmax / self.row.largest
 
     def snap(self, scale: jax.Array) -> jax.Array:
