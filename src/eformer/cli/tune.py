@@ -31,7 +31,7 @@ SHAPES = (
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "int4", "int8", "fp8_e4m3", "ternary", "binary")
 CACHE = 160 << 20  # bytes that the matrices of a program must exceed together
-LONG = 300.0  # microseconds that a program should take at least, or the host is measured
+LONG = 1200.0  # microseconds that a program should take at least: a call costs 25 to 60 besides what it computes
 BLOCK = 64
 Timer = Callable[[list[Problem]], list[ways.Times]]
 
@@ -130,7 +130,7 @@ def _count(problem: Problem) -> int:
     """Matrices in a program: so many that none stays in the cache, and that the host does not matter."""
     held = math.prod(problem.format.stored_shape(problem.rows, problem.cols, BLOCK))
     guess = max(3.5, held / 4e6, 2 * problem.m * problem.rows * problem.cols / 7e8)  # microseconds of one product
-    return max(2, -(-CACHE // held), min(64, int(LONG / guess)))
+    return max(2, -(-CACHE // held), min(128, int(LONG / guess)))
 
 
 def _matrix(problem: Problem, number: int) -> tuple[jax.Array, jax.Array]:
