@@ -49,20 +49,17 @@ struct Piece {
 };
 
 // Quotients by one divisor, each rounded correctly: a product with the inverse, and one correction by what is left. That
-// is exact where nothing underflows; elsewhere the division of the hardware's library.
+// is exact where nothing underflows; elsewhere (PLAIN) the division of the hardware's library.
+template <bool PLAIN>
 struct Divisor {
   float scale, inverse;
-  bool plain;
+  __device__ __forceinline__ explicit Divisor(float s) : scale(s), inverse(1.f / s) {}
   __device__ __forceinline__ float operator()(float x) const {
-    if (plain) return __fdiv_rn(x, scale);
+    if constexpr (PLAIN) return __fdiv_rn(x, scale);
     const float q = x * inverse;
     return fmaf(fmaf(-q, scale, x), inverse, q);
   }
 };
-
-__device__ __forceinline__ Divisor divisor_of(float s) {
-  return Divisor{s, __frcp_rn(s), !(s > 0x1p-60f && s < 0x1p60f)};
-}
 
 template <bool FLOATS>
 __device__ __forceinline__ uint32_t round_four(float a, float b, float c, float d) {
@@ -76,8 +73,8 @@ __device__ __forceinline__ uint32_t round_four(float a, float b, float c, float 
   }
 }
 
-template <int DTYPE, bool FLOATS>
-__device__ __forceinline__ uint2 round_piece(const Piece<DTYPE>& p, const Divisor& by) {
+template <int DTYPE, bool FLOATS, bool PLAIN>
+__device__ __forceinline__ uint2 round_piece(const Piece<DTYPE>& p, const Divisor<PLAIN>& by) {
   float q[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) q[i] = by(p.value(i));
@@ -98,14 +95,22 @@ __global__ void __launch_bounds__(1024) round_rows_kernel(const __grid_constant_
       p.load_some(x, piece * 8, r.cols);
     }
   };
-  Piece<DTYPE> kept[kKept<DTYPE>];
+  const auto at = [](int i) { return threadIdx.x + static_cast<int64_t>(i) * blockDim.x; };
+  Piece<DTYPE> kept[kKept<DTYPE>] = {};
+  // All are asked for before the first one is looked at.
+  if (whole) {
+#pragma unroll
+    for (int i = 0; i < kKept<DTYPE>; ++i) {
+      if (at(i) < pieces) kept[i].load(x + at(i) * 8 * item_size(DTYPE));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kKept<DTYPE>; ++i) kept[i].load_some(x, at(i) * 8, r.cols);
+  }
   uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kKept<DTYPE>; ++i) {
-    const int64_t piece = threadIdx.x + static_cast<int64_t>(i) * blockDim.x;
-    if (piece < pieces) load(kept[i], piece), most = max(most, kept[i].largest());
-  }
-  for (int64_t piece = threadIdx.x + static_cast<int64_t>(kKept<DTYPE>) * blockDim.x; piece < pieces; piece += blockDim.x) {
+  for (int i = 0; i < kKept<DTYPE>; ++i) most = max(most, kept[i].largest());
+  for (int64_t piece = at(kKept<DTYPE>); piece < pieces; piece += blockDim.x) {
     Piece<DTYPE> p;
     load(p, piece);
     most = max(most, p.largest());
@@ -119,17 +124,26 @@ __global__ void __launch_bounds__(1024) round_rows_kernel(const __grid_constant_
   if (r.given) scale = r.given[row];
   if (!finite) scale = __uint_as_float(0x7FC00000);
   if (threadIdx.x == 0) r.scale[row] = scale;
-  const Divisor by = divisor_of(scale);
   uint8_t* codes = r.codes + row * r.pitch;  // a multiple of 16
-#pragma unroll
-  for (int i = 0; i < kKept<DTYPE>; ++i) {
-    const int64_t piece = threadIdx.x + static_cast<int64_t>(i) * blockDim.x;
-    if (piece < pieces) *reinterpret_cast<uint2*>(codes + piece * 8) = round_piece<DTYPE, FLOATS>(kept[i], by);
-  }
-  for (int64_t piece = threadIdx.x + static_cast<int64_t>(kKept<DTYPE>) * blockDim.x; piece < pieces; piece += blockDim.x) {
-    Piece<DTYPE> p;
-    load(p, piece);
+  const auto put = [&](const Piece<DTYPE>& p, int64_t piece, const auto& by) {
     *reinterpret_cast<uint2*>(codes + piece * 8) = round_piece<DTYPE, FLOATS>(p, by);
+  };
+  // The kind of division is chosen for the row, not for every value.
+  const auto put_all = [&](const auto& by) {
+#pragma unroll
+    for (int i = 0; i < kKept<DTYPE>; ++i) {
+      if (at(i) < pieces) put(kept[i], at(i), by);
+    }
+    for (int64_t piece = at(kKept<DTYPE>); piece < pieces; piece += blockDim.x) {
+      Piece<DTYPE> p;
+      load(p, piece);
+      put(p, piece, by);
+    }
+  };
+  if (scale > 0x1p-60f && scale < 0x1p60f) {
+    put_all(Divisor<false>(scale));
+  } else {
+    put_all(Divisor<true>(scale));
   }
 }
 
