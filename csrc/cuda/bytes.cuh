@@ -8,7 +8,8 @@
 // tile is on its way while the results of this one are stored. Few tiles are split along the depth: the blocks of a cluster
 // add up their sums through shared memory, always in the same order.
 //
-// Products of e4m3 lose bits of long sums in the matrix unit: those of a stage are added up in float32 outside of it.
+// Products of e4m3 lose bits of long sums in the matrix unit: those of a stage are added up in float32 outside of it, while
+// the unit has the next rows of x, or (dot form, many rows) while it has those of the other warpgroup.
 #pragma once
 
 #include "bytes_mma.cuh"
@@ -132,12 +133,12 @@ struct BytesBlock {
   };
 
   // Four instructions: a stage, `WIDTH` rows of x of it.
-  template <int WIDTH>
+  template <int WIDTH, bool REGISTERS = kInRegisters>
   __device__ __forceinline__ void issue(Sum (&acc)[WIDTH / 2], const uint32_t (&frag)[4][4], uint32_t w, uint32_t x, bool keep) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      if constexpr (kInRegisters) {
+      if constexpr (REGISTERS) {
         wgmma_bytes<KIND, WIDTH>(acc, frag[k], describe_x(x) + 2 * k, k > 0 || keep ? 1 : 0);
       } else {
         wgmma_bytes<KIND, WIDTH>(acc, describe_x(w) + 2 * k, describe_x(x) + 2 * k, k > 0 || keep ? 1 : 0);
@@ -171,8 +172,33 @@ struct BytesBlock {
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(&empty[done]);
   }
+  // Floats from shared memory: the warpgroups take turns with half of the rows of x.
+  static constexpr bool kTurns = KIND != kInt8 && FORM == kDot && N == 256;
+  __device__ __forceinline__ static void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(4 + group) : "memory"); }
+  __device__ __forceinline__ static void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(4 + group) : "memory"); }
+  __device__ __forceinline__ void multiply_in_turns(float (&sums)[N / 2], Place& p, int group, int lane) {
+    float acc[N / 4];
+    const uint32_t none[4][4] = {};
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[i] = 0.f;
+#pragma unroll 1
+    for (int stage = first; stage < last; ++stage, advance(p)) {
+      barrier_wait(&full[p.slot], p.phase);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        take_turn(group);
+        issue<N / 2, false>(acc, none, w_at(p.slot) + group * 8192, x_at(p.slot) + half * (N / 2 * 128), false);
+        give_turn(1 - group);
+        wgmma_wait<0>();
+        if (half == 1 && lane == 0) barrier_arrive(&empty[p.slot]);
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i) sums[half * (N / 4) + i] += acc[i];
+      }
+    }
+  }
   // Floats: 64 rows of x at a time, whose sums over one stage are added to those before while the matrix unit has the next.
   __device__ __forceinline__ void multiply(float (&sums)[N / 2], Place& p, const Lanes& lanes, int group, int lane) {
+    if constexpr (kTurns) return multiply_in_turns(sums, p, group, lane);
     constexpr int kPart = N > 64 ? 64 : N, kParts = N / kPart;
     uint32_t frag[4][4];
     float acc[2][kPart / 2];
@@ -350,6 +376,7 @@ __global__ void __launch_bounds__(384, 1) bytes_kernel(const __grid_constant__ B
     typename BytesBlock<KIND, FORM, N>::Place place;
     lanes.start(group, warp % 4, lane);
     wait_for_previous_kernel();  // its scales of x are there
+    if (BytesBlock<KIND, FORM, N>::kTurns && group == 1) block.give_turn(0);
     SumOf<KIND> acc[N / 2];
     for (int tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
       block.go_to(tile);
