@@ -34,7 +34,7 @@ SHAPES = (
 ROWS = (1, 16, 64, 256, 1024, 4096, 4, 32, 128, 512, 2048, 8, 2)
 LIMIT = 1.10  # no product may take more than this, relative to dense
 CACHE = 160 << 20  # bytes that the matrices of a program must exceed together
-LONG = 1200.0  # microseconds that a program should take at least: a call costs 25 to 60 besides what it computes
+LONG = 800.0  # microseconds that a program should take at least: a call costs 25 to 60 besides what it computes
 ROUNDED = {"int8": "int8", "fp8_e4m3": "fp8"}  # what x is rounded to
 # (what x is rounded to, M) -> the ratio to dense to be reached on an H200
 ROUNDED_TARGETS = {("int8", 4096): 0.62, ("fp8", 4096): 0.60} | {

@@ -31,7 +31,7 @@ SHAPES = (
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("nf4", "int4", "int8", "fp8_e4m3", "ternary", "binary")
 CACHE = 160 << 20  # bytes that the matrices of a program must exceed together
-LONG = 1200.0  # microseconds that a program should take at least: a call costs 25 to 60 besides what it computes
+LONG = 800.0  # microseconds that a program should take at least: a call costs 25 to 60 besides what it computes
 BLOCK = 64
 Timer = Callable[[list[Problem]], list[ways.Times]]
 
