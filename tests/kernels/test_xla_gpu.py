@@ -185,6 +185,25 @@ def test_narrow_matrices_of_a_batch_are_one_product() -> None:
         assert text.count("stablehlo.dot_general") <= 1
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_of_a_prompt_are_not_scaled_afterwards(form: str) -> None:
+    """Where the result is larger than an int8 matrix, the matrix is scaled: no float32 result goes through memory."""
+    rng = np.random.default_rng(31)
+    case = make_case(rng, "int8", 96, 64, scale="row" if form == "dot" else "column")
+    deep, outs = (64, 96) if form == "dot" else (96, 64)
+    for m, scaled in ((deep + 1, True), (deep, False)):
+        x = jnp.asarray(rng.standard_normal((m, deep)), jnp.bfloat16)
+        y = product(case, x, form)
+        if scaled:  # the values of `materialize()` in bfloat16
+            rounded = np.asarray(jnp.asarray(case.dense, jnp.bfloat16), np.float64)
+            expected = np.asarray(x, np.float64) @ (rounded.T if form == "dot" else rounded)
+            assert relative_error(y, expected) < 2.5e-3
+        assert relative_error(y, case.expected(x, form)) < 5e-3
+        text = jax.jit(lambda x: product(case, x, form)).lower(x).as_text()
+        assert ("while" not in text) and text.count("stablehlo.dot_general") == 1
+        assert bool(re.search(rf"multiply .*tensor<{m}x{outs}xf32>", text)) != scaled
+
+
 def test_cpu_programs_are_as_they_were() -> None:
     case = make_case(np.random.default_rng(26), "int8", 8192, 512)
     text = jax.jit(lambda x: case.product(x, preference="xla")).lower(jnp.ones((2, 512))).as_text()

@@ -1,7 +1,7 @@
 """Products on a GPU without the library of kernels: XLA's compiler decides there what is one kernel, so no loops.
 
     few rows of x      decode while summing (see below): one kernel, one read of the codes, nothing stored
-    int8, more rows    the conversion to the type of x is part of XLA's matrix product
+    int8, more rows    the conversion to the type of x is part of XLA's matrix product; scaled first where that is less
     other formats      decode in one kernel, then one matrix product
 
 The decoded matrix is short-lived: four bits a value for ternary and binary up to M = 256, otherwise the type of x, or
@@ -47,6 +47,8 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
     """The product of one problem without batch axes."""
     wide = problem.compute_dtype
     before, inside, after = (None if factor is None else factor.astype(wide) for factor in factors)
+    if after is not None and _scales_values(problem):
+        inside, after = (after.T if problem.form == "dot" else after), None
     x = x.astype(wide) if before is None else x.astype(wide) * before
     if problem.is_empty:
         return jnp.zeros((problem.m, problem.outs), problem.out_dtype)
@@ -60,30 +62,44 @@ def qmatmul(problem: Problem, x: jax.Array, codes: jax.Array, factors: Factors) 
     return (y if after is None else y * after).astype(problem.out_dtype)
 
 
+def _scales_values(problem: Problem) -> bool:
+    """Is the matrix smaller than the result, as keys are than the scores of a whole prompt? Then it is what is scaled.
+
+    A result that is scaled goes through memory in float32, and back.
+    """
+    smaller = isinstance(problem.m, int) and problem.m > problem.deep
+    return problem.fmt == "int8" and smaller and _is_of_one_half(problem)
+
+
+def _is_of_one_half(problem: Problem) -> bool:
+    return problem.x_dtype == problem.out_dtype and problem.out_dtype.itemsize == 2
+
+
 def _decode_first(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
     large = problem.has_at_most(FEW) and problem.rows * problem.cols >= LARGE
     if not problem.format.blocked or not large:
-        return _decode_and_multiply(problem, x, codes, scale)
+        # What is scaled already is rounded once, at the end of the product, as of dense matrices.
+        once = scale is not None and _is_of_one_half(problem)
+        return _decode_and_multiply(problem, x, codes, scale, problem.out_dtype if once else problem.compute_dtype)
     edges = sorted({problem.rows * part // PARTS for part in range(PARTS + 1)})
     dot, ys = problem.form == "dot", []
     for begin, end in itertools.pairwise(edges):
         if ys:  # the next part is not decoded before this one is used
             x, ys[-1] = lax.optimization_barrier((x, ys[-1]))
         rows = x if dot else x[:, begin:end]
-        ys.append(_decode_and_multiply(problem, rows, codes[begin:end], scale[begin:end]))
+        ys.append(_decode_and_multiply(problem, rows, codes[begin:end], scale[begin:end], problem.compute_dtype))
     return jnp.concatenate(ys, axis=1) if dot else functools.reduce(operator.add, ys)
 
 
-def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
-    wide = problem.compute_dtype
+def _decode_and_multiply(problem: Problem, x: jax.Array, codes: jax.Array, scale: Any, into: np.dtype) -> jax.Array:
     operand = _multiplied_as(problem)
     # Tied to x: matrices of later products are not decoded before their turn, so that one exists at a time.
     x, codes, scale = lax.optimization_barrier((x.astype(operand), codes, scale))
     if problem.form == "dot":
         x = _ordered(x, problem.format.units_held(codes), problem.format)
-    dense = _decoded(codes, scale, problem.format, _kept_as(problem, scale, operand), wide)
+    dense = _decoded(codes, scale, problem.format, _kept_as(problem, scale, operand), problem.compute_dtype)
     dims = (((1,), (1 if problem.form == "dot" else 0,)), ((), ()))
-    y = lax.dot_general(x, dense.astype(operand), dims, precision=problem.precision, preferred_element_type=wide)
+    y = lax.dot_general(x, dense.astype(operand), dims, precision=problem.precision, preferred_element_type=into)
     return y if problem.form == "dot" else _natural(y, problem.format, problem.cols)
 
 
