@@ -99,12 +99,17 @@ def storage(rng: np.random.Generator, rows: int, cols: int, how: dict[str, Any])
     return codes.astype(row.code_dtype), scale, how
 
 
-def main() -> None:
+def main(*asked: str) -> None:
+    """Everything, or the parts that are asked for."""
     assert cuda.loaded().reason is None, cuda.loaded().reason
     rng = np.random.default_rng(0)
-    table = [TABLE[int(number)] for number in sys.argv[1:]] or TABLE
+    for name in asked or PARTS:
+        PARTS[name](rng)
+
+
+def check_products(rng: np.random.Generator) -> None:
     small = _wide.SMALL
-    for rows, cols, m, what in table:
+    for rows, cols, m, what in TABLE:
         _wide.SMALL = (
             small if cols == 1280 else {}
         )  # INT8 with 12 rows: the wide kernel there, the skinny one elsewhere
@@ -122,7 +127,11 @@ def main() -> None:
         entry = y if m > 64 else in_stack(x, codes, scale, form="dot", cols=cols, **how)
         found = jax.block_until_ready((y, back, looked_up, ragged, entry))
         assert all(bool(jnp.isfinite(v.astype(jnp.float32)).all()) for v in found)
-    print(f"{len(table)} products, each with its ragged twin, an entry of a stack and a lookup: finite")
+    print(f"{len(TABLE)} products, each with its ragged twin, an entry of a stack and a lookup: finite")
+    _wide.SMALL = small
+
+
+def check_odd(rng: np.random.Generator) -> None:
     for fmt, form, m in ODD:
         rows, cols = 133, 907
         codes, scale, how = storage(rng, rows, cols, {"fmt": fmt} | ({"block": 96} if fmt == "nf4" else {}))
@@ -133,6 +142,9 @@ def main() -> None:
             assert "eformer_cuda_odd" in run.lower(x).as_text()
             assert bool(jnp.isfinite(run(x).astype(jnp.float32)).all())
     print(f"{len(ODD)} products of odd sizes, each with an entry of a stack: finite")
+
+
+def check_rounded(rng: np.random.Generator) -> None:
     hopper, _tiles.capability = _wide.has_wgmma, lambda: "8.9"
     for tiles, (fmt, activations, form, m) in itertools.product((False, True), ROUNDED):
         _wide.has_wgmma = (lambda: False) if tiles else hopper  # the kernel of other GPUs
@@ -146,8 +158,6 @@ def main() -> None:
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
     _wide.has_wgmma = hopper
     print(f"{len(ROUNDED)} products that round x, by both kernels: finite")
-    check_tiles(rng)
-    check_attention(rng)
 
 
 def check_tiles(rng: np.random.Generator) -> None:
@@ -195,5 +205,13 @@ def check_attention(rng: np.random.Generator) -> None:
     print(f"{len(ATTENDED)} times attention over a cache, with and without rows to write, and of one array: finite")
 
 
+PARTS = {
+    "products": check_products,
+    "odd": check_odd,
+    "rounded": check_rounded,
+    "tiles": check_tiles,
+    "attention": check_attention,
+}
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a small table of products under compute-sanitizer; fails on any finding in our kernels.
-# ROWS="0 3" takes only these rows of the table.
+# PARTS="rounded tiles" takes only these parts of it.
 # usage: PYTHONPATH=src tests/kernels/cuda/sanitize.sh [memcheck racecheck ...]
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -10,7 +10,7 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 if [ $# -eq 0 ]; then set -- memcheck racecheck; fi
 check() {
-  compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name kernel_substring=eformer "${PYTHON:-python3}" sanitize.py ${ROWS:-}
+  compute-sanitizer --tool "$1" --error-exitcode 1 --kernel-name kernel_substring=eformer "${PYTHON:-python3}" sanitize.py ${PARTS:-}
 }
 for tool in "$@"; do
   echo "== $tool"
