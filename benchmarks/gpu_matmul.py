@@ -5,8 +5,9 @@
 
 "dot" is x @ w, "axpy" its gradient's form, `einsum("mk,nk->mn", x, w)`; dense matrices are laid out alike.
 With --activations, formats that have such a product are timed with x rounded to 8 bits, too; rounding is in the time.
-Every product is timed over several matrices inside one compiled program, so that no matrix comes from the cache. TB/s
-counts codes, scales, x and y; the percentage is of a device-to-device copy measured in the same run.
+Every product is timed over several matrices inside one compiled program, so that no matrix comes from the cache.
+Formats take turns, as a warm chip is slower. TB/s counts codes, scales, x and y; the percentage is of a copy on the
+device measured in the same run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib
 import itertools
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,23 +110,35 @@ def measure(k: int, n: int, form: str, cells: list[Cell], bandwidth: float) -> l
     jax.block_until_ready(matrices.made)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         programs = list(threads.map(matrices.program, cells))
-    rows, dense = [], {}
-    for cell, (program, arguments) in zip(cells, programs, strict=True):
-        us = microseconds(program, *arguments, calls=8 if cell.m <= 256 else 3, rounds=5) / len(arguments[1])
+    times = interleaved(dict(zip(cells, programs, strict=True)))
+    rows = []
+    for cell, us in times.items():
         row = {"k": k, "n": n, "m": cell.m, "form": form, "format": str(cell), "us": us}
-        if cell.format == "dense":
-            dense[cell.m] = us
-        else:
+        if cell.format != "dense":
             speed = (code_bytes(cell.format, n, k) + 2 * cell.m * (n + k)) / us / 1e6
             target = ROUNDED_TARGETS.get((cell.rounded, cell.m)) if cell.rounded else LIMIT
             row |= {
-                "ratio": us / dense[cell.m],
+                "ratio": us / times[Cell(cell.m, "dense", None)],
                 "tb_s": speed,
                 "percent_of_copy": 100 * speed / bandwidth,
                 "target": target,
             }
         rows.append(row)
     return rows
+
+
+def interleaved(programs: dict[Cell, Any]) -> dict[Cell, float]:
+    """Microseconds of one product of each. Those of equally many rows take turns: a chip that is warm is slower."""
+    found: dict[Cell, float] = {}
+    for m in dict.fromkeys(cell.m for cell in programs):
+        some = {cell: program for cell, program in programs.items() if cell.m == m}
+        times: dict[Cell, list[float]] = {cell: [] for cell in some}
+        for _ in range(5):
+            for cell, (program, arguments) in some.items():
+                us = microseconds(program, *arguments, calls=8 if m <= 256 else 3, rounds=1)
+                times[cell].append(us / len(arguments[1]))
+        found |= {cell: statistics.median(values) for cell, values in times.items()}
+    return found
 
 
 def with_torch(k: int, n: int, m: int) -> list[dict[str, Any]]:
