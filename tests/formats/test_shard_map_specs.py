@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from eformer import LoraArray
 from eformer.errors import MaterializationError, MaterializationWarning, ShardingError, SlicedBelowCoreError
 from eformer.jaximus import explain, implicit, materialization_policy
-from eformer.ops.quantization import Array1B, Array8B, ArrayFloat, ArrayInt, ArrayNF4
+from eformer.ops.quantization import Array1B, Array8B, ArrayFloat, ArrayInt, ArrayNF4, quantize
 
 from .contract import FAST, check, dense, normal, seeded
 
@@ -194,6 +194,22 @@ def test_associative_scan(kind: str) -> None:
     with pytest.raises(SlicedBelowCoreError, match="associative_scan"), implicit:
         lax.associative_scan(jnp.add, q)
     check(implicit(lambda q: lax.associative_scan(jnp.add, q))(q), lax.associative_scan(jnp.add, dense(q)), 3e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "int4-points", "rounded"])
+def test_products_where_a_shard_map_leaves_explicit_axes(kind, key):
+    """JAX refuses to make all axes of such a mesh automatic, since some are manual."""
+    mesh, w = jax.make_mesh((2, 4), ("t", "u"), (AxisType.Explicit,) * 2), jax.random.normal(key, SHAPE)
+    options = {
+        "int4-points": {"dtype": "int4", "symmetric": False},
+        "rounded": {"dtype": "int8", "activations": "int8"},
+    }
+    q = quantize(w, axis=0, **options.get(kind, {"dtype": kind}))
+    x = jax.random.normal(key, (8, 64))
+
+    program = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("t"), P()), out_specs=P("t"), axis_names={"t"})
+    placed = jax.device_put(x, NamedSharding(mesh, P("t"))), q.with_sharding(NamedSharding(mesh, P()))
+    np.testing.assert_allclose(jax.jit(implicit(program))(*placed), x @ q, rtol=1e-4, atol=1e-4)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
