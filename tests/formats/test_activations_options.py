@@ -68,7 +68,12 @@ def test_smoothing_moves_outliers_into_the_weight() -> None:
     assert made["smooth"]["embed"]["embedding"].x_scale is None  # looked up only
     one = quantize(w, dtype="int8", axis=0, activations="int8", smooth=0.5, statistics=found["up/kernel"])
     assert error(x @ one, want) < 0.03
-    for value, words in ((2.0, "not a number from 0"), ("0.5", "not a number from 0"), (0.5, "needs statistics")):
+    for value, words in (
+        (2.0, "not a number from 0"),
+        ("0.5", "not a number from 0"),
+        (True, "not a number from 0"),
+        (0.5, "needs statistics"),
+    ):
         with pytest.raises(ValueError, match=words):
             quantize(w, dtype="int8", activations="int8", smooth=value)
     with pytest.raises(ValueError, match="goes with method='round', not with 'gptq'"):

@@ -97,17 +97,20 @@ def test_sharded(kind: str, axis_type: Any):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_written_in_shard_map(kind: str):
+@pytest.mark.parametrize("wrap", [lambda f: f, implicit], ids=["plain", "implicit"])
+def test_written_in_shard_map(kind: str, wrap: Any):
     mesh, spec = jax.make_mesh((4, 2), ("a", "b")), P("a", None, "b")
     plain, rows = filled(kind, (4, 8, 2, 40)), random((4, 1, 2, 40))
 
     def write(cache: Any, rows: Any, i: Any) -> Any:
-        return lax.dynamic_update_slice(cache, rows, (0, i, 0, 0))
+        return lax.dynamic_update_slice(cache, rows, (0, i, 0, 0)), rows.sum(keepdims=True)
 
-    step = jax.shard_map(implicit(write), mesh=mesh, in_specs=(spec, spec, P()), out_specs=spec)
+    step = wrap(jax.shard_map(implicit(write), mesh=mesh, in_specs=(spec, spec, P()), out_specs=spec))
     split = NamedSharding(mesh, spec)
-    after = jax.jit(step)(plain.with_sharding(split), jax.device_put(rows, split), 5)
+    with ef.materialization_policy("error"):
+        after, sums = jax.jit(step)(plain.with_sharding(split), jax.device_put(rows, split), 5)
     check_write(plain, after.with_sharding(None), np.s_[:, 5:6], rows)
+    np.testing.assert_allclose(sums, rows.reshape(4, 1, 2, 1, 40).sum(-1), rtol=1e-5)
 
 
 def test_derivatives():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from eformer import LoraArray
 from eformer.errors import MaterializationError, MaterializationWarning, ShardingError, SlicedBelowCoreError
 from eformer.jaximus import explain, implicit, materialization_policy
-from eformer.ops.quantization import Array1B, Array8B, ArrayFloat, ArrayInt, ArrayNF4
+from eformer.ops.quantization import Array1B, Array8B, ArrayFloat, ArrayInt, ArrayNF4, quantize
 
 from .contract import FAST, check, dense, normal, seeded
 
@@ -196,6 +196,22 @@ def test_associative_scan(kind: str) -> None:
     check(implicit(lambda q: lax.associative_scan(jnp.add, q))(q), lax.associative_scan(jnp.add, dense(q)), 3e-5)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8", "int4-points", "rounded"])
+def test_products_where_a_shard_map_leaves_explicit_axes(kind, key):
+    """JAX refuses to make all axes of such a mesh automatic, since some are manual."""
+    mesh, w = jax.make_mesh((2, 4), ("t", "u"), (AxisType.Explicit,) * 2), jax.random.normal(key, SHAPE)
+    options = {
+        "int4-points": {"dtype": "int4", "symmetric": False},
+        "rounded": {"dtype": "int8", "activations": "int8"},
+    }
+    q = quantize(w, axis=0, **options.get(kind, {"dtype": kind}))
+    x = jax.random.normal(key, (8, 64))
+
+    program = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("t"), P()), out_specs=P("t"), axis_names={"t"})
+    placed = jax.device_put(x, NamedSharding(mesh, P("t"))), q.with_sharding(NamedSharding(mesh, P()))
+    np.testing.assert_allclose(jax.jit(implicit(program))(*placed), x @ q, rtol=1e-4, atol=1e-4)
+
+
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +243,39 @@ def test_results_along_batch_axes_and_dense_ones_stay(key):
     np.testing.assert_array_equal(found.materialize(), make(w).materialize())
     found = jax.shard_map(lambda w: make(w).materialize(), mesh=mesh, in_specs=P(None, "t"), out_specs=P(None, "t"))(w)
     np.testing.assert_array_equal(found, make(w).materialize())
+
+
+@pytest.mark.parametrize("mapped", [lambda f: f, jax.vmap], ids=["one", "vmap"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_results_under_implicit_stay_packed_where_they_can_be_joined(key, wrap, mapped):
+    """As without implicit: along axes that codes and scales have, too. Along others they leave dense."""
+    mesh, w = mesh_of(2), jax.random.normal(key, (4, 2, *SHAPE))
+    q = ArrayNF4.quantize(w, 16)
+    body = lambda q: {"q": q, "none": None, "two": [q[..., :32, :], q @ jnp.ones(SHAPE[1])]}  # noqa: E731
+    program = jax.shard_map(body, mesh=mesh, in_specs=P("t"), out_specs={"q": P("t"), "none": None, "two": P("t")})
+    q = q if mapped is jax.vmap else q[:, 0]
+    with materialization_policy("error"):
+        found = wrap(implicit(mapped(program)))(q)
+    assert isinstance(found["q"], ArrayNF4)
+    assert isinstance(found["two"][0], ArrayNF4)
+    np.testing.assert_array_equal(found["q"].materialize(), q.materialize())
+    check(found["two"][1], dense(q) @ jnp.ones(SHAPE[1]), 3e-5)
+
+    rows = jax.shard_map(lambda q: q, mesh=mesh, in_specs=P("t"), out_specs=P("t"))
+    with materialization_policy("error"), pytest.raises(MaterializationError, match="for shard_map"):
+        wrap(implicit(rows))(q[(0,) * (q.ndim - 2)])
+
+
+@pytest.mark.parametrize(
+    "specs", [{"q": P("t")}, {"q": P("t"), "y": P("t")}, {"q": P(), "y": P()}, P("t", None, None, None)], ids=str
+)
+def test_specs_of_results_under_implicit_are_checked_as_those_of_dense_ones(key, specs):
+    mesh, q = mesh_of(2), ArrayNF4.quantize(jax.random.normal(key, (4, *SHAPE)), 16)
+    program = jax.shard_map(lambda q: {"q": q, "y": q.sum()}, mesh=mesh, in_specs=P("t"), out_specs=specs)
+    with pytest.raises(ValueError, match="out_specs"):
+        program(dense(q))
+    with pytest.raises(ValueError, match="out_specs"):
+        implicit(program)(q)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "lora-nf4"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -90,6 +91,25 @@ def test_caches_in_every_format_and_shape(key: jax.Array, kind: str | None, limi
     assert jnp.abs(found[0] - exact).max() < limit * jnp.abs(exact).max()
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"layers": 0}, "layers=0 is not allowed"),
+        ({"heads": 3}, "heads=3 is not a multiple of kv_heads=2"),
+        ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
+        ({"ropes": (None,) * 3}, "ropes has 3 entries for 2 layers"),
+        ({"windows": (4, 0)}, "hides every token"),
+        ({"head_size": 7}, "head_size=7 is odd"),
+        ({"activation": "tanh"}, "activation='tanh' is unknown; allowed are silu"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
+)
+def test_impossible_models(wrong: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **{"head_size": 0, **wrong})
+    assert dataclasses.replace(CONFIG, head_size=7, ropes=(None, None)).head_size == 7
 
 
 def test_caches_that_do_not_fit(key: jax.Array):

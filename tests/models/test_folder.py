@@ -104,6 +104,7 @@ R3 = {
         ({"num_hidden_layers": 0}, "says 0 for num_hidden_layers, which must be a positive whole number"),
         ({"hidden_size": "32"}, "says '32' for hidden_size"),
         ({"hidden_act": "relu2"}, "says 'relu2' for hidden_act"),
+        ({"num_key_value_heads": 3}, "describes a model that cannot be: heads=2 is not a multiple of kv_heads=3"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'.* allowed are"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "need the numbers factor"),
         ({"layer_types": ["full_attention"], "sliding_window": 4}, "layer_types, which must name .* 2 times"),

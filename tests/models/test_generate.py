@@ -59,6 +59,17 @@ def test_impossible_numbers(wrong: dict[str, Any]):
         Sampling(**wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"count": -1}, {"chunk": 0}])
+def test_impossible_counts(wrong: dict[str, Any]):
+    with pytest.raises(ValueError, match="are not allowed; give 0 or more, and at least 1"):
+        next(generate(Model(CONFIG, {}), [1], **{"count": 2, **wrong}))
+
+
+def test_text_takes_a_tokenizer():
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        next(stream(Model(CONFIG, {}), [1], 2))
+
+
 def test_a_prompt_is_tokens_of_the_model(key: jax.Array):
     model = Model(CONFIG, init(CONFIG, key))
     for prompt in ([3, CONFIG.vocabulary], [-1]):

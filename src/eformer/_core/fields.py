@@ -163,13 +163,13 @@ def check_result(q: Any) -> None:
     try:
         spec = callers.spec_of_result(q)
         split = [axis for axis, entry in enumerate(spec or ()) if entry is not None]
-        if not all(_is_stored_along(q, axis) for axis in split):
+        if not all(is_stored_along(q, axis) for axis in split):
             raise errors.ShardingError(_messages.SHARDED_RESULT.format(name=type(q).__name__, spec=spec))
     finally:
         _checking.result = False
 
 
-def _is_stored_along(q: Any, axis: int) -> bool:
+def is_stored_along(q: Any, axis: int) -> bool:
     """Is this axis the same axis of everything that is stored?"""
     held = all(axis < len(leaf.shape) and leaf.shape[axis] == q.shape[axis] for leaf in stored_arrays(q))
     return axis < q.ndim and held and q.stores_axis_in_place(axis, q.ndim)

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer._jax import jaxprs, traces
 
 from .box import jvp_of_moving
+from .fields import is_stored_along
 from .materialization import dense_for, during, materialize
 from .rules_call import child_specs
 from .trace import CALL_RULES, ImplicitTrace, call_handlers, is_implicit, run
@@ -155,7 +156,10 @@ def _pull_back(value: Any, leaves: Any, cotangent: Any) -> Any:
 
 
 def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[str, Any]) -> Any:
-    """Split the children as the specs of the logical arrays say; an array that cannot be split so enters dense."""
+    """Split the children as the specs of the logical arrays say; an array that cannot be split so enters dense.
+
+    A result is joined from its children along axes that all of them have; along others it leaves dense.
+    """
     values = [trace.unwrap(t) for t in tracers]
     if any(map(is_implicit, values)):
         with traces.set_current_trace(trace.parent_trace):
@@ -171,14 +175,28 @@ def _shard_map(trace: ImplicitTrace, primitive: Any, tracers: Any, params: dict[
         args.append(value)
         specs.extend(per_leaf)
     leaves, treedef = jtu.tree_flatten(args)
+    places: list[Any] = []
 
     def body(*leaves: Any) -> Any:
         inner = ImplicitTrace(traces.current_trace(), trace.tag)
         with traces.set_current_trace(inner):
             out = fun(*map(inner.wrap, jtu.tree_unflatten(treedef, leaves)))
-        return jaxprs.map_results(lambda t: dense_for(primitive, inner.unwrap(t)), out)
+        unfolded, found = jaxprs.unfolded_results(lambda t, spec: _joined(primitive, inner.unwrap(t), spec), out)
+        places[:] = [found]
+        return unfolded
 
-    return jaxprs.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
+    whole = jaxprs.bind_shard_map(primitive, trace.parent_trace, leaves, params, body, specs)
+    return jaxprs.folded_results(trace.wrap, whole, places[0])
+
+
+def _joined(primitive: Any, value: Any, spec: PartitionSpec) -> tuple[Any, list[PartitionSpec]]:
+    """A result of the body and a spec for every leaf; the dense array and its spec where leaves cannot be joined so."""
+    if not is_implicit(value) or len(spec) > value.ndim or spec.unreduced:
+        return dense_for(primitive, value), [spec]
+    split = [axis for axis, entry in enumerate(spec) if entry is not None]
+    if not all(is_stored_along(value, axis) for axis in split):
+        return dense_for(primitive, value), [spec]
+    return value, [PartitionSpec(*spec[: max(split, default=-1) + 1])] * len(jtu.tree_leaves(value))
 
 
 def _split(primitive: Any, q: Any, sharding: NamedSharding) -> tuple[Any, list[Any]]:

@@ -103,6 +103,13 @@ def _varying(shape: tuple[int, ...], dtype: Any, like: Any, axes: frozenset[str]
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding, manual_axis_type=mat)
 
 
+def explicit_axes() -> tuple[str, ...] | None:
+    """Those of the mesh in use, where others are manual (in a shard_map over some axes); None stands for all."""
+    kinds = jax.sharding.get_abstract_mesh()
+    manual = any(kind == jax.sharding.AxisType.Manual for kind in kinds.axis_types)
+    return tuple(n for n in kinds.axis_names if n not in kinds.manual_axes) if manual else None
+
+
 def without_manual_sharding(params: dict[str, Any]) -> dict[str, Any]:
     """Parameters of a product without an `out_sharding` that says nothing, as JAX's own rules set in a shard_map."""
     wanted = params.get("out_sharding")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -124,10 +125,27 @@ def bind_shard_map(
     return bind_at(primitive, trace, args, bound)
 
 
-def map_results(f: Callable[[Any], Any], out: Any) -> Any:
-    """What the body of a shard_map returned, with `f` of every result; its other data unchanged."""
-    results, aux = out.unpack_aux()
-    return results.map(f).with_aux(aux)
+def unfolded_results(f: Callable[[Any, Any], tuple[Any, list[Any]]], out: Any) -> tuple[Any, Any]:
+    """What the body of a shard_map returned, with `f` of every result and its spec: an array, or a pytree of them, and
+    a spec for each of these. Also what `folded_results` needs to put the results of the whole back."""
+    results, specs = out.unpack_aux()
+    found = [f(result, spec) for result, spec in zip(results, specs, strict=True)]
+    nodes = jax.tree_util.tree_unflatten(_structure(results), [value for value, _ in found])
+    flatten = getattr(type(out), "flatten", None) or sys.modules[type(out).__module__].flatten  # the first before 0.12
+    unfolded = flatten(nodes).with_aux(tuple(spec for _, per_leaf in found for spec in per_leaf))
+    return unfolded, results.map(lambda _: None)
+
+
+def folded_results(f: Callable[[Any], Any], out: Any, places: Any) -> Any:
+    """What shard_map made of unfolded results, with `f` of each as one result again."""
+    values = iter(_structure(places).flatten_up_to(out.unflatten()))
+    return places.map(lambda _: f(next(values)))
+
+
+def _structure(results: Any) -> Any:
+    """That of the user, for messages of JAX; a list if a vmap has put other things beside the results."""
+    count = len([*results])
+    return results.tree if results.tree.num_leaves == count else jax.tree_util.tree_structure([0] * count)
 
 
 def split_forward(flat: Sequence[Any], values: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -69,7 +69,11 @@ def differentiable(
         return _of_rows(parameters, batch, x, scale, offset, large)
 
     split = avals.explicit_sharding_of(y)
-    add: Any = correction if split is None else jax.sharding.auto_axes(correction, out_sharding=split)
+    add: Any = (
+        correction
+        if split is None
+        else jax.sharding.auto_axes(correction, axes=avals.explicit_axes(), out_sharding=split)
+    )
     return (y + add(x, scale, offset)).astype(parameters.out_dtype)
 
 

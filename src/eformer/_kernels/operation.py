@@ -93,7 +93,7 @@ class Operation:
         apply: Any = functools.partial(self.primitive.bind, parameters=parameters)
         agreeing = avals.agree(*operands)
         if out is not None:
-            apply = jax.sharding.auto_axes(apply, out_sharding=out)
+            apply = jax.sharding.auto_axes(apply, axes=avals.explicit_axes(), out_sharding=out)
         return apply(*agreeing)
 
     def choice(self, problem: Problem) -> Choice:

@@ -37,7 +37,7 @@ def scale_gradient(parameters: Parameters, g: jax.Array, x: jax.Array, codes: ja
         return made.reshape(scale.shape).astype(scale.dtype)
 
     split = avals.explicit_sharding_of(scale) if avals.typed_by_a_mesh(g, x, codes) else None
-    apply: Any = run if split is None else jax.sharding.auto_axes(run, out_sharding=split)
+    apply: Any = run if split is None else jax.sharding.auto_axes(run, axes=avals.explicit_axes(), out_sharding=split)
     return apply(g, x, codes)
 
 

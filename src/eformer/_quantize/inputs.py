@@ -39,7 +39,7 @@ def check(config: Any) -> None:
                 f"{' or '.join(map(repr, ACTIVATIONS))}."
             )
         return
-    is_number = isinstance(config.smooth, (int, float, np.floating))
+    is_number = isinstance(config.smooth, (int, float, np.floating)) and not isinstance(config.smooth, bool)
     if config.smooth is not None and not (is_number and 0 <= config.smooth <= 1):
         raise ValueError(f"smooth={config.smooth!r} is not a number from 0 (inputs keep their outliers) to 1; try 0.5.")
     if config.smooth is not None and config.method not in (None, "round"):

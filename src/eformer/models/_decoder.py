@@ -107,8 +107,24 @@ class Config:
     positions: int = 0  # how many the model was trained for, where that is known
 
     def __post_init__(self) -> None:
+        for name in ("layers", "heads", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed; give at least 1.")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}.")
         if not self.head_size:
             object.__setattr__(self, "head_size", self.width // self.heads)
+        for name in ("windows", "ropes"):
+            if len(getattr(self, name)) not in (0, self.layers):
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.layers} layers; give each its own."
+                )
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows={self.windows} hides every token from some layers; give 1 or more, or None.")
+        if self.head_size % 2 and (not self.ropes or any(self.ropes)):
+            raise ValueError(f"head_size={self.head_size} is odd, and rotary positions turn pairs of values.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r} is unknown; allowed are {', '.join(ACTIVATIONS)}.")
 
     def rope(self, layer: int) -> Rope | None:
         return self.ropes[layer] if self.ropes else Rope(self.rope_base)

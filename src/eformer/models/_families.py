@@ -145,6 +145,14 @@ class _Reader:
         return CheckpointError(f"says {self.given.get(name)!r:.200} for {name}, {why}.", file=self.file)
 
 
+def possible(file: Any, **sizes: Any) -> Config:
+    """The configuration that a file describes."""
+    try:
+        return Config(**sizes)
+    except ValueError as err:
+        raise CheckpointError(f"describes a model that cannot be: {err}", file=file) from err
+
+
 def _config(read: _Reader, family: Family) -> Config:
     given, number = read.given, read.number
     width, heads, layers = number("hidden_size"), number("num_attention_heads"), number("num_hidden_layers")
@@ -165,7 +173,8 @@ def _config(read: _Reader, family: Family) -> Config:
         for x in ("attn", "final")
     ]
     asked = given.get("query_pre_attn_scalar")
-    return Config(
+    return possible(
+        read.file,
         vocabulary=number("vocab_size"),
         width=width,
         layers=layers,

@@ -223,6 +223,8 @@ def generate(
     """
     if not len(prompt):
         raise ValueError("the prompt is empty; give at least one token.")
+    if count < 0 or chunk < 1:
+        raise ValueError(f"{count=} and {chunk=} are not allowed; give 0 or more, and at least 1.")
     how = Sampling(temperature, seed=seed) if sampling is None else sampling
     memory = Memory(cache) if memory is None else memory
     if cache is not None and cache != memory.format:
@@ -251,6 +253,10 @@ def stream(
     A character whose bytes are not complete, and what may be the beginning of a stop, wait for the next piece. Options
     are those of `generate`.
     """
+    if model.tokenizer is None:
+        raise ValueError(
+            "the model has no tokenizer, which makes text of tokens; `generate` gives the tokens themselves."
+        )
     stops = [text for text in stop if text]
     made: list[int] = []
     said = 0

@@ -12,6 +12,7 @@ from eformer.errors import CheckpointError
 from eformer.serialization import GgufFile, LazyCheckpoint
 
 from ._decoder import Config
+from ._families import possible
 from ._generate import Model
 from ._tokenizer import Tokenizer
 
@@ -58,7 +59,8 @@ def config_of(notes: Mapping[str, Any], file: Any = None) -> Config:
 
     heads, width = number("attention.head_count"), number("embedding_length")
     _refuse_others(notes, width // heads, file)
-    return Config(
+    return possible(
+        file,
         vocabulary=number("vocab_size", len(notes.get("tokenizer.ggml.tokens", ()))),
         width=width,
         layers=number("block_count"),
