@@ -145,7 +145,7 @@ def check_odd(rng: np.random.Generator) -> None:
 
 
 def check_rounded(rng: np.random.Generator) -> None:
-    hopper, _tiles.capability = _wide.has_wgmma, lambda: "8.9"
+    hopper, capability, _tiles.capability = _wide.has_wgmma, _tiles.capability, lambda: "8.9"
     for tiles, (fmt, activations, form, m) in itertools.product((False, True), ROUNDED):
         _wide.has_wgmma = (lambda: False) if tiles else hopper  # the kernel of other GPUs
         jax.clear_caches()
@@ -156,7 +156,7 @@ def check_rounded(rng: np.random.Generator) -> None:
             how = {"fmt": fmt, "form": form, "cols": 1280, "activations": activations, "preference": "native"}
             y = multiply(x, codes, scale, **how)
             assert bool(jnp.isfinite(y.astype(jnp.float32)).all())
-    _wide.has_wgmma = hopper
+    _wide.has_wgmma, _tiles.capability = hopper, capability
     print(f"{len(ROUNDED)} products that round x, by both kernels: finite")
 
 
